@@ -1,0 +1,69 @@
+"""The default model says what transformers makes it say: golden ids, in float32, greedy, on the dequantized file.
+
+Measured with transformers 5 on SmolLM2-135M-Instruct.Q4_1.gguf. The prompt is "Why is the sky blue?" in the chat
+template with its default system message; the answer begins "The answer to this question lies in the intricate dance of
+light and color. The sky appears blue because of a phenomenon known as Rayleigh scattering."
+"""
+import pytest
+import torch
+
+from gguf import GGUF
+from kvcache import PagedKVCache
+from model import Config, Llama
+
+PROMPT = [
+    1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182, 2, 198,
+    1, 4093, 198, 4898, 314, 260, 6376, 4461, 47, 2, 198, 1, 520, 9531, 198,
+]
+ANSWER = [
+    504, 2988, 288, 451, 1962, 5721, 281, 260, 7564, 7180, 282, 1420, 284, 2380, 30, 378, 6376, 4541, 4461, 975, 282,
+    253, 7613, 1343, 347, 13739, 43464, 24484, 30, 669, 4149, 645, 1420, 13242, 6756, 282, 1512, 28, 527, 15802, 260,
+    9895, 20518, 282, 1420, 28, 2755, 260, 4461, 1420, 28, 281, 253, 970, 338, 4461, 4541, 288, 325, 260,
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """One row at a time: a second thread saves little on a quiet machine and costs a multiple on a busy one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model(default_gguf) -> Llama:
+    with GGUF(default_gguf) as file:
+        return Llama.from_tensors(Config.from_dict(file.config), file)
+
+
+def test_the_default_model_continues_greedily_with_the_golden_ids(model):
+    """Prefill, then one token a step, through the paged cache. Two sequences share the steps: the prompt of one is
+    computed whole, that of the other in three chunks beside the first one's decoding."""
+    c = model.config
+    cache = PagedKVCache(c.n_layer, c.n_kv_head, c.head_dim, n_blocks=12, block_size=16, max_seq_len=c.max_seq_len)
+    chunks = {"whole": [PROMPT], "chunked": [PROMPT[:7], PROMPT[7:23], PROMPT[23:]]}
+    answers = {seq: [] for seq in chunks}
+    for seq in chunks:
+        cache.add(seq)
+    while plan := {s: chunks[s].pop(0) if chunks[s] else answers[s][-1:]
+                   for s in chunks if chunks[s] or len(answers[s]) < len(ANSWER)}:
+        step = cache.extend(plan)
+        with torch.inference_mode():
+            logits = model(step.tokens, step.positions, step.attend, step.last())
+        cache.commit(step)
+        for seq, row in zip(step.seqs, logits):
+            if not chunks[seq]:
+                answers[seq].append(int(row.argmax()))
+    assert answers["whole"] == ANSWER
+    assert answers["chunked"] == ANSWER
+    assert cache.tokens("whole") == cache.tokens("chunked") == PROMPT + ANSWER[:-1]
+
+
+def test_one_dense_pass_predicts_every_golden_id(model):
+    ids = torch.tensor(PROMPT + ANSWER)
+    with torch.inference_mode():
+        logits = model(ids[None])[0, len(PROMPT) - 1: -1]
+    assert logits.argmax(-1).tolist() == ANSWER
+    top = logits.topk(2).values
+    assert (top[:, 0] - top[:, 1]).min() > 1e-3  # no tie that rounding could decide
