@@ -298,7 +298,7 @@ class _Keys:
         return value if value is None else float(value)
 
 
-def _refuse_unsupported(keys):
+def _refuse_by_key(keys):
     kind = keys.text("general.type", "model")
     if kind != "model":
         lora = ", a LoRA to be merged into its base model first" if kind == "adapter" else ""
@@ -321,7 +321,7 @@ def read_config(metadata: dict, infos: dict) -> dict:
     llama.cpp fills in too. `rope_freqs.weight`, being data, is worked in by GGUF.
     """
     keys = _Keys(metadata)
-    _refuse_unsupported(keys)
+    _refuse_by_key(keys)
     hidden, n_head = keys.whole("embedding_length"), keys.whole("attention.head_count")
     n_kv_head = keys.whole("attention.head_count_kv", n_head)
     head_dim = keys.whole("attention.key_length", 0) or hidden // n_head

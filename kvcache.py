@@ -56,44 +56,49 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
 
     A row that sees no key at all (kv_len < n) gives zeros.
     """
-    out = torch.zeros_like(q)
-    starts, lengths = q_start.tolist(), kv_len.tolist()
+    starts, lengths, tables = q_start.tolist(), kv_len.tolist(), block_table.tolist()
+    out = None
     for b, S in enumerate(lengths):
-        if S and starts[b] < starts[b + 1]:
-            rows = slice(starts[b], starts[b + 1])
-            k, v = (_gather(cache, block_table[b], S) for cache in (k_cache, v_cache))  # (G, S, D)
-            out[rows] = _attend_one(q[rows], k, v, scale)
-    return out
+        n = starts[b + 1] - starts[b]
+        if n == 0 or S == 0:
+            continue
+        blocks = tables[b][: -(-S // k_cache.shape[1])]
+        k, v = _gather(k_cache, blocks, S), _gather(v_cache, blocks, S)  # (1, G, S, D)
+        if n == len(q):  # one sequence has every row: nothing to put together
+            return _attend_one(q, k, v, scale)
+        out = torch.zeros_like(q) if out is None else out
+        out[starts[b]: starts[b + 1]] = _attend_one(q[starts[b]: starts[b + 1]], k, v, scale)
+    return torch.zeros_like(q) if out is None else out
 
 
-def _gather(cache: torch.Tensor, table: torch.Tensor, S: int) -> torch.Tensor:
-    """The first S keys (or values) of one sequence, (G, S, D): in place if its blocks lie in one run, else copied.
+def _gather(cache: torch.Tensor, blocks: list[int], S: int) -> torch.Tensor:
+    """The first S keys (or values) of one sequence, (1, G, S, D): in place if its blocks lie in one run, else copied.
 
     Slots behind S are cut off before anything is computed: masking their scores would not do, 0 * NaN is NaN.
     """
-    block_size = cache.shape[1]
-    blocks = table[: -(-S // block_size)].tolist()
-    if blocks == list(range(blocks[0], blocks[0] + len(blocks))):
-        part = cache[blocks[0]: blocks[0] + len(blocks)]  # (blocks, block_size, G, D), a view
-    else:
-        part = cache[table[: len(blocks)].long()]
-    return part.flatten(0, 1)[:S].transpose(0, 1)
+    _, block_size, G, D = cache.shape
+    block, token, head, dim = cache.stride()
+    if block == block_size * token and blocks == list(range(blocks[0], blocks[0] + len(blocks))):
+        # A view, made in one operation instead of four: this runs twice a layer and step.
+        return cache.as_strided((1, G, S, D), (0, head, token, dim), cache.storage_offset() + blocks[0] * block)
+    part = cache[torch.tensor(blocks, device=cache.device)]  # (blocks, block_size, G, D)
+    return part.flatten(0, 1)[:S].transpose(0, 1)[None]
 
 
 def _attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """q (n, H, D) against k, v (G, S, D) -> (n, H, D), one sequence, bottom-right causal."""
-    (n, H, D), (G, S, _) = q.shape, k.shape
+    """q (n, H, D) against k, v (1, G, S, D) -> (n, H, D), one sequence, bottom-right causal."""
+    (n, H, D), (_, G, S, _) = q.shape, k.shape
+    group = H // G
+    # The query heads of a group become rows of their KV head: measured 6 times faster than enable_gqa at one row.
+    if n == 1:
+        return F.scaled_dot_product_attention(q.view(1, G, group, D), k, v, scale=scale).reshape(1, H, D)
     if n == S:  # a whole prompt: torch's own causal mask is right here and needs no (n, S) matrix
-        out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], is_causal=True, scale=scale,
+        out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, is_causal=True, scale=scale,
                                              enable_gqa=True)  # (1, H, n, D)
         return out[0].transpose(0, 1)
-    # The query heads of a group become rows of their KV head: measured 6 times faster than enable_gqa at one row.
-    group = H // G
     rows = q.view(n, G, group, D).permute(1, 2, 0, 3).reshape(1, G, group * n, D)
-    mask = None
-    if n > 1:
-        mask = torch.ones(n, S, dtype=torch.bool, device=q.device).tril(S - n).repeat(group, 1)  # (group * n, S)
-    out = F.scaled_dot_product_attention(rows, k[None], v[None], attn_mask=mask, scale=scale)  # (1, G, group * n, D)
+    mask = torch.ones(n, S, dtype=torch.bool, device=q.device).tril(S - n).repeat(group, 1)  # (group * n, S)
+    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)  # (1, G, group * n, D)
     return out.view(G, group, n, D).permute(2, 0, 1, 3).reshape(n, H, D)
 
 

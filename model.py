@@ -257,7 +257,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
     Computed in the dtype of cos and sin (at least float32), returned in x's.
     """
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+    wide = x.to(cos.dtype)
+    return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
 # ------------------------------------------------------------------ the layers
@@ -322,20 +323,20 @@ class Attention(nn.Module):
         self.k_proj = Linear(c.hidden_size, c.n_kv_head * c.head_dim, bias=c.qkv_bias)
         self.v_proj = Linear(c.hidden_size, c.n_kv_head * c.head_dim, bias=c.qkv_bias)
         self.o_proj = Linear(c.n_head * c.head_dim, c.hidden_size, bias=c.o_bias)
-        self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
+        self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
         self.qkv_proj: Linear | None = None  # set by Llama.fuse_
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Callable) -> torch.Tensor:
         H, G, D = self.n_head, self.n_kv_head, self.head_dim
         if self.qkv_proj is not None:
-            qkv = self.qkv_proj(x).unflatten(-1, (H + 2 * G, D))  # (*, H + 2G, D)
-            q, k, v = qkv.split((H, G, G), -2)
+            qk, v = self.qkv_proj(x).split(((H + G) * D, G * D), -1)
         else:
-            q = self.q_proj(x).unflatten(-1, (H, D))  # (*, H, D)
-            k = self.k_proj(x).unflatten(-1, (G, D))  # (*, G, D)
-            v = self.v_proj(x).unflatten(-1, (G, D))  # (*, G, D)
-        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+            qk, v = torch.cat((self.q_proj(x), self.k_proj(x)), -1), self.v_proj(x)
+        qk, v = qk.view(*x.shape[:-1], H + G, D), v.view(*x.shape[:-1], G, D)  # (*, H + G, D), (*, G, D)
+        if self.q_norm is not None:
+            qk = torch.cat((self.q_norm(qk[..., :H, :]), self.k_norm(qk[..., H:, :])), -2)
+        q, k = rotate(qk, cos, sin).split((H, G), -2)  # (*, H, D), (*, G, D)
         return self.o_proj(attend(q, k, v).flatten(-2))  # (*, H, D) -> (*, C)
 
 
@@ -354,7 +355,7 @@ class MLP(nn.Module):
             gate, up = self.gate_up_proj(x).chunk(2, -1)  # (*, 2F) -> (*, F) twice
         else:
             gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(F.silu(gate).mul_(up))
 
 
 class Block(nn.Module):

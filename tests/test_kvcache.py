@@ -676,7 +676,7 @@ def test_blocks_run_on_where_they_can():
     step = cache.extend({"a": [0] * 12})  # 1, 2 and 3 behind it
     cache.commit(step)
     assert step.block_table.tolist() == [[0, 1, 2, 3]]
-    assert _gather(cache.k[0], step.block_table[0], 15).data_ptr() == cache.k[0].data_ptr()  # read in place
+    assert _gather(cache.k[0], step.block_table[0].tolist(), 15).data_ptr() == cache.k[0].data_ptr()  # read in place
     cache.trim("a", 8)
     cache.commit(cache.extend({"b": [0] * 16}))  # the oldest free block and what follows: 4 .. 7
     step = cache.extend({"a": [0] * 4})
