@@ -1,0 +1,303 @@
+"""bench.py - measures what generate.py composes, side by side with its peers.
+
+    python bench.py latency --peer transformers --peer llama.cpp      prefill and decode speed, batch 1
+    python bench.py perplexity FILE                                   quality: windows of 1,024 tokens of a text
+
+Machines are noisy and differ, so a figure is worth something only beside another one of the same run: the engines
+take turns, each figure is a median, and what to quote is a ratio. A card with the processor, its measured read
+bandwidth, the versions and the commit comes first; the last line of standard output is one JSON object with all of it.
+Nothing else should run meanwhile.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+
+import checkpoint
+import generate
+
+# ------------------------------------------------------------------ the card
+
+
+def card() -> dict:
+    """What the figures were measured on."""
+    def quoted(command: list[str]) -> str | None:
+        try:
+            where = os.path.dirname(os.path.abspath(__file__))
+            return subprocess.run(command, cwd=where, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return None
+
+    try:
+        with open("/proc/cpuinfo") as f:
+            cpu = next((line.split(":", 1)[1].strip() for line in f if line.startswith("model name")), None)
+    except OSError:
+        cpu = None
+    changed = quoted(["git", "status", "--porcelain", "--untracked-files=no"])
+    commit = quoted(["git", "rev-parse", "--short", "HEAD"])
+    return {"cpu": cpu or platform.processor() or platform.machine(), "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(), "read_GB_per_s": round(read_bandwidth(), 1),
+            "capability": torch.backends.cpu.get_cpu_capability(), "python": platform.python_version(),
+            "torch": torch.__version__, "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "commit": commit + (" with changes" if changed else "") if commit else None}
+
+
+def read_bandwidth(megabytes: int = 512) -> float:
+    """GB/s (1e9 bytes) at which all threads together read memory: the sum of a tensor far larger than the caches."""
+    x = torch.ones(megabytes * 2**20 // 4)
+    seconds = []
+    for _ in range(7):
+        begin = time.perf_counter()
+        x.sum()
+        seconds.append(time.perf_counter() - begin)
+    return x.numel() * 4 / statistics.median(seconds) / 1e9
+
+
+# ------------------------------------------------------------------ engines: prefill(ids) and decode(token)
+
+
+class Ours:
+    name = "nanoinfer"
+
+    def __init__(self, llm: generate.LLM):
+        self.llm, self.cache = llm, llm.cache
+        self.name = f"nanoinfer {str(llm.dtype).removeprefix('torch.')}"
+
+    @torch.inference_mode()
+    def _extend(self, ids: Sequence[int]) -> int:
+        step = self.cache.extend({"bench": ids})
+        logits = self.llm.model(step.tokens, step.positions, step.attend, step.last())
+        self.cache.commit(step)
+        return int(logits.argmax())
+
+    def prefill(self, ids: Sequence[int]) -> int:
+        """Forget everything, compute ids, return the likeliest next token."""
+        self.cache.free("bench")
+        self.cache.add("bench")
+        for i in range(0, len(ids), generate.CHUNK):
+            token = self._extend(ids[i: i + generate.CHUNK])
+        return token
+
+    def decode(self, token: int) -> int:
+        """Compute one more token, return the likeliest next one."""
+        return self._extend([token])
+
+
+class Transformers:
+    """transformers on the same weights, in the same dtype, with its own default attention."""
+
+    def __init__(self, model_path: str, dtype: torch.dtype):
+        import transformers
+
+        warnings.filterwarnings("ignore", category=FutureWarning)  # an argument's name is about to change
+        transformers.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        self.name = f"transformers {transformers.__version__} {str(dtype).removeprefix('torch.')}"
+        with tempfile.TemporaryDirectory() as folder:
+            if os.path.isfile(model_path):
+                import gguf
+
+                with gguf.GGUF(model_path) as file:
+                    weights = {name: file.tensor(name, dtype) for name in file}
+                    checkpoint.save(os.path.join(folder, "m"), file.config, weights)
+                model_path = os.path.join(folder, "m")
+            self.model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).eval()
+
+    @torch.inference_mode()
+    def _extend(self, ids: Sequence[int]) -> int:
+        out = self.model(torch.tensor([ids]), past_key_values=self.past, use_cache=True, logits_to_keep=1)
+        self.past = out.past_key_values
+        return int(out.logits[0, -1].argmax())
+
+    def prefill(self, ids: Sequence[int]) -> int:
+        self.past = None
+        return self._extend(ids)
+
+    def decode(self, token: int) -> int:
+        return self._extend([token])
+
+
+class LlamaCpp:
+    """llama.cpp through llama-cpp-python on the same GGUF file."""
+
+    def __init__(self, model_path: str, flash: bool):
+        import llama_cpp
+
+        threads = torch.get_num_threads()
+        self.name = f"llama.cpp ({llama_cpp.__version__}) flash {'on' if flash else 'off'}"
+        self.model = llama_cpp.Llama(model_path, n_ctx=2048, n_batch=512, n_ubatch=512, n_threads=threads,
+                                     n_threads_batch=threads, flash_attn=flash, verbose=False)
+
+    def _extend(self, ids: Sequence[int]) -> int:
+        self.model.eval(ids)
+        return int(torch.from_numpy(self.model._scores[-1]).argmax())
+
+    def prefill(self, ids: Sequence[int]) -> int:
+        self.model.reset()
+        return self._extend(ids)
+
+    def decode(self, token: int) -> int:
+        return self._extend([token])
+
+
+# ------------------------------------------------------------------ latency
+
+
+def latency(args: argparse.Namespace) -> dict:
+    llm, path = generate.load(args.model, dtype=args.dtype), checkpoint.resolve(args.model)
+    engines = [Ours(llm)]
+    if "transformers" in args.peer:
+        engines.append(_peer("transformers", lambda: Transformers(path, llm.dtype)))
+    if "llama.cpp" in args.peer:
+        if not os.path.isfile(path):
+            raise ValueError("llama.cpp needs a .gguf file; give one with --model")
+        engines += [_peer("llama-cpp-python", lambda f=flash: LlamaCpp(path, f)) for flash in (False, True)]
+    longest = max(args.prompt, max(args.contexts) + args.tokens)
+    if longest > llm.context or min(args.contexts) < 1:
+        raise ValueError(f"contexts must be from 1 on and reach {longest} tokens here; the model's is {llm.context}")
+    ids = [5 + (i * 7919) % (llm.model.config.vocab_size - 5) for i in range(longest)]
+    columns = [f"prefill {args.prompt}", *(f"decode at {c}" for c in args.contexts)]
+    speeds = {engine.name: {column: [] for column in columns} for engine in engines}
+    for round_ in range(args.rounds + 1):  # the first round warms up and is not counted
+        for engine in engines:
+            measured = _measure(engine, ids, args.prompt, args.contexts, args.tokens)
+            if round_:
+                for column, speed in zip(columns, measured):
+                    speeds[engine.name][column].append(speed)
+    medians = {name: {c: round(statistics.median(v), 2) for c, v in row.items()} for name, row in speeds.items()}
+    ratios = {name: {c: round(statistics.median(a / b for a, b in zip(speeds[engines[0].name][c], row[c])), 3)
+                     for c in columns} for name, row in speeds.items() if name != engines[0].name}
+    print(f"\ntokens/s, batch 1, medians of {args.rounds} alternating rounds of {args.tokens} decode steps\n")
+    _table(["engine", *columns], [[name, *(f"{row[c]:.1f}" for c in columns)] for name, row in medians.items()])
+    if ratios:
+        print(f"\n{engines[0].name} against each (median of the rounds' ratios; above 1 is faster)\n")
+        _table(["peer", *columns], [[name, *(f"{row[c]:.2f}" for c in columns)] for name, row in ratios.items()])
+    return {"tokens_per_s": medians, "ratios": ratios, "model": llm.name}
+
+
+def _peer(package: str, make: Callable):
+    try:
+        return make()
+    except ImportError:
+        raise ValueError(f"the peer needs a package that is not installed: pip install {package}") from None
+
+
+def _measure(engine, ids: Sequence[int], prompt: int, contexts: Sequence[int], n: int) -> list[float]:
+    """Tokens/s of one prefill of `prompt` tokens, then of n decode steps behind each context."""
+    begin = time.perf_counter()
+    engine.prefill(ids[:prompt])
+    speeds = [prompt / (time.perf_counter() - begin)]
+    for context in contexts:
+        token, seconds = engine.prefill(ids[:context]), []
+        for _ in range(n):
+            begin = time.perf_counter()
+            token = engine.decode(token)
+            seconds.append(time.perf_counter() - begin)
+        speeds.append(1 / statistics.median(seconds))
+    return speeds
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    for row in (head, ["-" * w for w in widths], *rows):
+        print("| " + " | ".join(cell.ljust(w) if i == 0 else cell.rjust(w)
+                                for i, (cell, w) in enumerate(zip(row, widths))) + " |")
+
+
+# ------------------------------------------------------------------ perplexity
+
+
+@torch.inference_mode()
+def window_loss(model, ids: torch.Tensor) -> float:
+    """Mean negative log-likelihood, in nats, of ids[1:] given what precedes each within the window. ids (T,)."""
+    logits = model(ids[None])[0, :-1]  # (T - 1, V)
+    losses = [torch.nn.functional.cross_entropy(rows.float(), targets, reduction="sum")
+              for rows, targets in zip(logits.split(256), ids[1:].split(256))]
+    return float(sum(losses)) / (len(ids) - 1)
+
+
+def read_text(name: str) -> str:
+    """A file's text; `pydoc` is the text of Python's own help topics, which every installation has."""
+    if name == "pydoc" and not os.path.exists(name):
+        from pydoc_data.topics import topics
+
+        return "\n\n".join(topics[key] for key in sorted(topics))
+    with open(name, encoding="utf-8", errors="replace") as f:
+        return f.read()
+
+
+def perplexity(args: argparse.Namespace) -> dict:
+    text = read_text(args.file)
+    llm = generate.load(args.model, dtype=args.dtype)
+    ids = torch.tensor(llm.tokenizer.encode(text), device=llm.device)
+    windows = ids.split(args.window)[: args.windows]
+    windows = [w for w in windows if len(w) == args.window]
+    if not windows:
+        raise ValueError(f"{args.file} has {len(ids)} tokens, fewer than one window of {args.window}")
+    losses = []
+    for i, window in enumerate(windows):
+        losses.append(window_loss(llm.model, window))
+        print(f"\rwindow {i + 1}/{len(windows)}, perplexity so far {math.exp(statistics.fmean(losses)):.3f}",
+              end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    result = {"file": os.path.basename(args.file), "windows": len(windows), "window": args.window,
+              "dtype": str(llm.dtype).removeprefix("torch."), "model": llm.name,
+              "perplexity": round(math.exp(statistics.fmean(losses)), 4)}
+    print(f"\nperplexity {result['perplexity']:.3f}, {result['dtype']}, {len(windows)} windows of {args.window} tokens")
+    return result
+
+
+# ------------------------------------------------------------------ the command line
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--model", metavar="PATH", help="as in generate.py (default: SmolLM2-135M-Instruct)")
+    common.add_argument("--dtype", default="auto", help="as in generate.py (default: auto)")
+    common.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s")
+    p = commands.add_parser("latency", parents=[common], help="prefill and decode speed, batch 1, beside peers")
+    p.add_argument("--peer", action="append", default=[], choices=["transformers", "llama.cpp"])
+    p.add_argument("--prompt", type=int, default=512, help="tokens of the prefill (default: 512)")
+    p.add_argument("--contexts", type=int, nargs="+", default=[16, 512], help="before decoding (default: 16 512)")
+    p.add_argument("--tokens", type=int, default=32, help="decode steps per round (default: 32)")
+    p.add_argument("--rounds", type=int, default=5, help="default: 5")
+    p.set_defaults(run=latency)
+    p = commands.add_parser("perplexity", parents=[common], help="of a text, in non-overlapping windows")
+    p.add_argument("file", help="a text file, or `pydoc` for the text of Python's own help topics")
+    p.add_argument("--window", type=int, default=1024, help="tokens (default: 1024)")
+    p.add_argument("--windows", type=int, default=16, help="how many, from the beginning (default: 16)")
+    p.set_defaults(run=perplexity)
+    args = parser.parse_args(argv)
+    try:
+        for name in ("threads", "prompt", "tokens", "rounds", "window", "windows"):
+            least = 2 if name == "window" else 1
+            if getattr(args, name, least) < least:
+                raise ValueError(f"--{name} is {getattr(args, name)}, but must be {least} or more")
+        torch.set_num_threads(args.threads)
+        head = card()
+        for key, value in head.items():
+            print(f"{key:14} {value}")
+        result = args.run(args)
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    print("\n" + json.dumps({"command": args.command, **result, "card": head}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""bench.py: what it measures is what it says, on a tiny model; no test here looks at a speed."""
+import hashlib
+import json
+import math
+
+import pytest
+import torch
+from tiny import tiny_folder
+
+import bench
+import generate
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return tiny_folder(tmp_path_factory.mktemp("tiny") / "model")
+
+
+def run(capsys, *argv) -> tuple[int, str, dict]:
+    code = bench.main(argv)
+    out, err = capsys.readouterr()
+    return code, out, json.loads(out.splitlines()[-1]) if code == 0 else err
+
+
+def test_the_card_names_the_machine(capsys):
+    card = bench.card()
+    assert card["cores"] >= 1 and card["read_GB_per_s"] > 0.1 and card["torch"] == torch.__version__ and card["cpu"]
+
+
+def test_latency_beside_transformers(capsys, folder):
+    code, out, result = run(capsys, "latency", "--model", folder, "--dtype", "float32", "--peer", "transformers",
+                            "--prompt", "20", "--contexts", "4", "20", "--tokens", "3", "--rounds", "2")
+    assert code == 0 and "| engine" in out and "torch" in out
+    ours, theirs = result["tokens_per_s"]
+    assert ours == "nanoinfer float32" and theirs.startswith("transformers")
+    for row in (*result["tokens_per_s"].values(), result["ratios"][theirs]):
+        assert list(row) == ["prefill 20", "decode at 4", "decode at 20"] and all(v > 0 for v in row.values())
+    assert result["command"] == "latency" and result["card"]["threads"] == torch.get_num_threads()
+
+
+def test_the_engines_compute_the_same_tokens(folder):
+    """A peer that computed something else would make the comparison worthless."""
+    engines = [bench.Ours(generate.load(folder, dtype="float32")), bench.Transformers(folder, torch.float32)]
+    answers = []
+    for engine in engines:
+        tokens = [engine.prefill(list(range(5, 25)))]
+        tokens += [engine.decode(tokens[-1]) for _ in range(10)]
+        answers.append(tokens)
+        assert engine.prefill(list(range(5, 25))) == tokens[0], "prefill forgets what was before"
+    assert answers[0] == answers[1]
+
+
+def test_perplexity_is_the_exponential_of_the_mean_loss(capsys, folder, tmp_path):
+    text = "The quick brown fox jumps over the lazy dog. " * 4
+    (tmp_path / "text.txt").write_text(text)
+    _, _, result = run(capsys, "perplexity", str(tmp_path / "text.txt"), "--model", folder, "--dtype", "float64",
+                       "--window", "32", "--windows", "3")
+    model, ids, losses = generate.load(folder, dtype="float64").model, list(text.encode()), []
+    for begin in (0, 32, 64):
+        window = torch.tensor([ids[begin: begin + 32]])
+        with torch.inference_mode():
+            logp = model(window)[0].log_softmax(-1)
+        losses += [-logp[i, window[0, i + 1]].item() for i in range(31)]
+    assert result["windows"] == 3 and abs(result["perplexity"] - math.exp(sum(losses) / 93)) < 1e-3
+
+
+@pytest.mark.parametrize("argv, mentions", [
+    (["perplexity", "nowhere.txt"], "nowhere.txt"), (["perplexity", "pydoc", "--window", "0"], "--window"),
+    (["latency", "--rounds", "0"], "--rounds"), (["latency", "--peer", "llama.cpp"], ".gguf"),
+    (["latency", "--prompt", "1000"], "1000"),
+])
+def test_wrong_input_is_one_line_and_exit_code_2(capsys, folder, argv, mentions):
+    code, _, err = run(capsys, *argv, "--model", folder)
+    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and mentions in err
+
+
+@pytest.mark.slow
+def test_perplexity_of_the_default_model(default_gguf, capsys):
+    """12.88 on Python's own help topics, measured with transformers on the dequantized weights."""
+    if hashlib.sha256(bench.read_text("pydoc").encode()).hexdigest()[:16] != "71f2ff5d99bdc1f9":
+        pytest.skip("another Python has another text")
+    _, _, result = run(capsys, "perplexity", "pydoc", "--dtype", "bfloat16")
+    assert abs(result["perplexity"] / 12.88 - 1) < 0.01

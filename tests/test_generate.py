@@ -1,0 +1,456 @@
+"""generate.py: the Python API and the command line, on a tiny random model and on the default one."""
+import json
+import os
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import tiny_folder
+
+import generate
+
+ROOT = Path(__file__).resolve().parent.parent
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return tiny_folder(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture
+def llm(folder):
+    return generate.load(folder, dtype="float64", device="cpu")
+
+
+def naive(llm, ids: list[int], n: int) -> list[int]:
+    """Greedy decoding without a cache: the whole sequence through the model for every token."""
+    ids = list(ids)
+    begin = len(ids)
+    for _ in range(n):
+        with torch.inference_mode():
+            ids.append(int(llm.model(torch.tensor([ids]))[0, -1].argmax()))
+        if ids[-1] in llm.eos_ids:
+            break
+    return ids[begin:]
+
+
+# ------------------------------------------------------------------ the Python API
+
+
+def test_greedy_equals_decoding_without_a_cache(llm):
+    ids = llm.encode("hello", raw=True)
+    answer, = llm.generate("hello", raw=True, temperature=0, max_tokens=20)
+    assert answer.ids == naive(llm, ids, 20)
+    assert answer.prompt_ids == ids == list(b"hello")
+    assert answer.text == llm.tokenizer.decode(answer.ids)
+    assert answer.finish_reason == ("stop" if answer.ids[-1] in llm.eos_ids else "length")
+    llm.cache.check()
+    assert llm.cache.n_free == llm.cache.n_blocks
+
+
+def test_a_prompt_longer_than_a_chunk(llm, monkeypatch):
+    ids = list(range(40))
+    whole = naive(llm, ids, 8)
+    for chunk in (1, 7, 39, 40, 41):
+        monkeypatch.setattr(generate, "CHUNK", chunk)
+        answer = llm.answer(ids, max_tokens=8)
+        list(answer)
+        assert answer.ids == whole, chunk
+
+
+def test_several_prompts(llm):
+    together = llm.generate(["a", "bb", "ccc"], max_tokens=5)
+    assert [a.ids for a in together] == [llm.generate(p, max_tokens=5)[0].ids for p in ("a", "bb", "ccc")]
+    assert llm.generate([]) == []
+
+
+def test_b10_max_tokens_0_1_2(llm):
+    """B10 (huggingface/transformers PRs #28579, #28621): max_tokens 0 gives no token, 1 gives one."""
+    for n in (0, 1, 2):
+        answer, = llm.generate("abcd", raw=True, max_tokens=n)
+        assert len(answer.ids) == n and answer.finish_reason == "length"
+        assert llm.cache.n_free == llm.cache.n_blocks
+    with pytest.raises(ValueError, match="-1"):
+        llm.generate("abcd", raw=True, max_tokens=-1)
+
+
+def test_the_context_is_filled_but_never_passed(llm):
+    for n, most in ((64, 1), (63, 2), (60, 5)):
+        answer = llm.answer([1] * n, stop=())
+        llm_eos, llm.eos_ids = llm.eos_ids, set()
+        list(answer)
+        llm.eos_ids = llm_eos
+        assert len(answer.ids) == most and answer.finish_reason == "length"
+    with pytest.raises(ValueError, match=r"65 tokens.*64"):
+        llm.answer([1] * 65)
+
+
+def test_b09_empty_and_impossible_prompts(llm):
+    """B09 (vllm-project/vllm issues #7283, #7632): an empty prompt or an id outside the vocabulary is refused."""
+    for ids, number in (([], "empty"), ([270], "270"), ([-1], "-1")):
+        with pytest.raises(ValueError, match=number):
+            llm.answer(ids)
+    with pytest.raises(ValueError, match="unknown option 'temprature'"):
+        llm.generate("x", temprature=1)
+
+
+def test_d05_any_of_several_end_tokens_stops(llm):
+    """D05 (vllm-project/vllm issue #4180): the checkpoint lists several end tokens; whichever comes first ends it."""
+    ids = list(b"hello")
+    free = naive(llm, ids, 20)
+    for position in (0, 3, 7):
+        end = free[position]
+        llm.eos_ids = {269, end, 268}
+        answer = llm.answer(ids, max_tokens=20)
+        text = "".join(answer)
+        stop = free.index(end)
+        assert answer.ids == free[: stop + 1] and answer.finish_reason == "stop"
+        assert text == answer.text == llm.tokenizer.decode(free[:stop])
+
+
+@pytest.mark.parametrize("generation, config, expected", [
+    ({"eos_token_id": [257, 259]}, 258, {257, 259, 258}),  # generation_config first; the tokenizer's own end as well
+    ({}, 257, {257, 258}), ({}, [257, 256], {257, 256, 258}), ({"eos_token_id": None}, 257, {257, 258}),
+    ({}, None, {258}),
+])
+def test_ld_29_eos_may_be_a_number_a_list_or_null(tmp_path, generation, config, expected):
+    """LD-29 (vllm #4180, #4182): eos_token_id is an int, a list or null; generation_config.json comes first."""
+    folder = tiny_folder(tmp_path / "m", generation, eos_token_id=config)
+    assert generate.load(folder, dtype="float32").eos_ids == expected
+
+
+def test_seeds(llm):
+    def run(seed):
+        return llm.generate("abc", raw=True, temperature=1.5, max_tokens=16, seed=seed)[0].ids
+
+    assert run(7) == run(7) != run(8)
+    assert run(None) != run(None), "without a seed each answer is fresh"
+    options = dict(temperature=1.5, max_tokens=16, seed=7)
+    beside = llm.generate(["xyz", "abc", "abc"], raw=True, **options)
+    assert beside[1].ids == beside[2].ids == run(7), "a seed's answer does not depend on other prompts"
+
+
+def test_stop_strings(llm):
+    free = llm.generate("hello", raw=True, temperature=1.0, seed=3, max_tokens=30)[0]
+    stop = free.text[5:7]
+    answer = llm.answer(llm.encode("hello", raw=True), temperature=1.0, seed=3, max_tokens=30, stop=stop)
+    pieces = list(answer)
+    assert "".join(pieces) == answer.text == free.text[: free.text.index(stop)]
+    assert answer.finish_reason == "stop" and len(answer.ids) <= len(free.ids)
+
+
+def test_logprobs_are_the_models_own(llm):
+    answer, = llm.generate("hello", raw=True, temperature=0.3, top_k=3, seed=1, max_tokens=6, logprobs=4)
+    ids = answer.prompt_ids + answer.ids
+    with torch.inference_mode():
+        expected = llm.model(torch.tensor([ids]))[0].log_softmax(-1)
+    assert len(answer.logprobs) == len(answer.ids) == 6
+    for i, entry in enumerate(answer.logprobs):
+        row = expected[len(answer.prompt_ids) - 1 + i]
+        assert entry["id"] == answer.ids[i] and abs(entry["logprob"] - row[entry["id"]].item()) < 1e-6
+        assert [t for t, _ in entry["top"]] == row.topk(4).indices.tolist()
+
+
+def test_penalties_see_prompt_and_output(llm):
+    """The loop hands `warp` the history: a strong presence penalty lets no token come twice."""
+    answer, = llm.generate("hello", raw=True, presence_penalty=1e6, max_tokens=30)
+    assert len(set(answer.ids)) == len(answer.ids)
+    answer, = llm.generate("hello", raw=True, repetition_penalty=1e6, max_tokens=20)
+    assert not set(answer.ids) & set(answer.prompt_ids)
+
+
+def test_abort_keeps_what_was_made(llm):
+    answer = llm.answer(list(b"hello"), max_tokens=30)
+    for i, _ in enumerate(answer):
+        answer.abort = i >= 2
+    assert answer.finish_reason == "abort" and 3 <= len(answer.ids) <= 30
+    assert answer.ids == naive(llm, list(b"hello"), len(answer.ids))
+    assert llm.cache.n_free == llm.cache.n_blocks
+
+
+def test_whoever_stops_iterating_leaves_nothing_behind(llm):
+    for seq in (None, "kept"):
+        answer = llm.answer(list(b"hello"), seq=seq, max_tokens=30)
+        pieces = iter(answer)
+        next(pieces)
+        pieces.close()
+        assert answer.finish_reason == "abort"
+        llm.cache.check()
+    assert llm.cache.tokens("kept")[:5] == list(b"hello")
+
+
+def test_an_exception_in_the_model_leaves_the_cache_whole(llm, monkeypatch):
+    answer = llm.answer(list(b"hello"), seq="kept", max_tokens=30)
+    calls = []
+    forward = llm.model.forward
+
+    def failing(*args):
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("boom")
+        return forward(*args)
+
+    monkeypatch.setattr(llm.model, "forward", failing)
+    with pytest.raises(RuntimeError, match="boom"):
+        list(answer)
+    llm.cache.check()
+    assert llm.cache.n_free == llm.cache.n_blocks and answer.finish_reason == "error"
+    monkeypatch.setattr(llm.model, "forward", forward)
+    again = llm.answer(list(b"hello"), seq="kept", max_tokens=5)
+    list(again)
+    assert again.ids == naive(llm, list(b"hello"), 5)
+
+
+def test_a_kept_conversation_computes_only_what_is_new(llm):
+    first = llm.answer(list(b"hello"), seq="chat", max_tokens=6)
+    list(first)
+    llm.eos_ids = set()
+    more = first.prompt_ids + first.ids + list(b"more")
+    second = llm.answer(more, seq="chat", max_tokens=6)
+    list(second)
+    assert second.cached == len(first.prompt_ids) + len(first.ids) - 1  # the last token's K/V was not computed yet
+    assert second.ids == naive(llm, more, 6)
+    repeat = llm.answer(more, seq="chat", max_tokens=6)  # a whole prompt that is cached leaves one token to compute
+    list(repeat)
+    assert repeat.cached == len(more) - 1 and repeat.ids == second.ids
+    other = llm.answer(list(b"help"), seq="chat", max_tokens=6)  # shares "hel" only
+    list(other)
+    assert other.cached == 3 and other.ids == naive(llm, list(b"help"), 6)
+    llm.cache.check()
+
+
+def test_s12_nan_logits_end_with_an_error(tmp_path):
+    """S12 (JustVugg/colibri issue #369): NaN logits are an error, never token 0."""
+    folder = tiny_folder(tmp_path / "m", scale=float("nan"))
+    llm = generate.load(folder, dtype="float32")
+    for temperature in (0, 1):
+        with pytest.raises(FloatingPointError, match="not finite"):
+            llm.generate("x", raw=True, temperature=temperature)
+    assert [a.finish_reason for a in llm.generate(["x", "y"], raw=True)] == ["error", "error"]
+    assert llm.cache.n_free == llm.cache.n_blocks
+
+
+# ------------------------------------------------------------------ the command line, in this process
+
+
+def run(capsys, *argv, stdin: str | None = None, monkeypatch=None) -> tuple[int, str, str]:
+    if stdin is not None:
+        import io
+
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+    try:
+        code = generate.main(argv)
+    except SystemExit as end:
+        code = end.code
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_text_goes_to_stdout_and_statistics_to_stderr(capsys, folder):
+    code, out, err = run(capsys, "hello", "--model", folder, "--max-tokens", "5", "--dtype", "float32")
+    assert code == 0 and out.endswith("\n")
+    for part in ("model", "float32", "prompt 24 tokens", "first token after", "tokens/s", "length"):
+        assert part in err
+    code, quiet_out, err = run(capsys, "hello", "--model", folder, "--max-tokens", "5", "--dtype", "float32", "--quiet")
+    assert (code, quiet_out, err) == (0, out, "")
+
+
+def test_json(capsys, folder, llm):
+    code, out, err = run(capsys, "hello", "--model", folder, "--max-tokens", "4", "--dtype", "float64", "--json",
+                         "--logprobs", "2", "--raw")
+    result = json.loads(out)
+    assert code == 0 and out.count("\n") == 1
+    assert list(result) == ["prompt_ids", "ids", "text", "finish_reason", "ttft_s", "tokens_per_s", "logprobs"]
+    assert result["ids"] == naive(llm, list(b"hello"), 4) and result["prompt_ids"] == list(b"hello")
+    assert len(result["logprobs"]) == 4 and len(result["logprobs"][0]["top"]) == 2
+    assert result["ttft_s"] > 0 and result["tokens_per_s"] > 0
+
+
+def test_the_prompt_may_come_on_standard_input(capsys, folder, monkeypatch):
+    flags = ("--model", folder, "--max-tokens", "4", "--json", "--quiet")
+    piped = run(capsys, *flags, stdin="hello\n", monkeypatch=monkeypatch)
+    assert json.loads(piped[1])["ids"] == json.loads(run(capsys, "hello", *flags)[1])["ids"]
+    code, _, err = run(capsys, *flags, stdin="\n", monkeypatch=monkeypatch)
+    assert code == 2 and "empty" in err
+
+
+def test_the_models_own_sampling_defaults(tmp_path):
+    recommended = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_length": 9}
+    llm = generate.load(tiny_folder(tmp_path / "a", recommended), dtype="float32")
+    assert llm.defaults == {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    greedy = generate.load(tiny_folder(tmp_path / "b", {"do_sample": False, "temperature": 0.6}), dtype="float32")
+    assert greedy.defaults["temperature"] == 0
+    nothing = generate.load(tiny_folder(tmp_path / "c"), dtype="float32")
+    assert nothing.defaults == {"temperature": 0.0}
+
+
+WRONG = {  # name: (command line, what the message mentions); MODEL stands for a good folder, TMP for one of bad files
+    "missing file": ("x --model TMP/nowhere.gguf", "nowhere"),
+    "folder without config": ("x --model TMP", "config.json"),
+    "not a model": ("x --model TMP/notes.txt", "notes.txt"),
+    "corrupted gguf": ("x --model TMP/cut.gguf", "cut.gguf"),
+    "prompt too long": ("LONG --raw --model MODEL", "100 tokens"),
+    "empty prompt": ("'' --model MODEL", "empty"),
+    "unknown flag": ("x --colour", "--colour"),
+    "flag without value": ("x --seed", "--seed"),
+    "not a number": ("x --top-k many", "many"),
+    "temperature": ("x --temperature -1 --model MODEL", "-1"),
+    "temperature nan": ("x --temperature nan --model MODEL", "nan"),
+    "top-p": ("x --top-p 1.5 --model MODEL", "1.5"),
+    "top-k": ("x --top-k -2 --model MODEL", "-2"),
+    "min-p": ("x --min-p 2 --model MODEL", "2"),
+    "repetition": ("x --repetition-penalty 0 --model MODEL", "0"),
+    "max-tokens": ("x --max-tokens -3 --model MODEL", "-3"),
+    "dtype": ("x --dtype float8 --model MODEL", "float8"),
+    "device": ("x --device abacus --model MODEL", "abacus"),
+    "threads": ("x --threads 0 --model MODEL", "0"),
+    "logprobs": ("x --logprobs 9999 --json --model MODEL", "9999"),
+    "logprobs without json": ("x --logprobs 2 --model MODEL", "--json"),
+    "context": ("x --context 65 --model MODEL", "65"),
+    "system with raw": ("x --system s --raw --model MODEL", "--raw"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_is_one_line_and_exit_code_2(capsys, folder, tmp_path, name):
+    (tmp_path / "notes.txt").write_text("not a model")
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF" + (3).to_bytes(4, "little") + (2**60).to_bytes(8, "little") * 2)
+    command, mentions = WRONG[name]
+    words = {"LONG": "x" * 100}
+    argv = [words.get(w, w).replace("MODEL", folder).replace("TMP", str(tmp_path)) for w in shlex.split(command)]
+    code, out, err = run(capsys, *argv)
+    assert code == 2 and out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1 and mentions in err, err
+
+
+def test_damaged_weights_are_one_line_and_exit_code_2(capsys, tmp_path):
+    code, out, err = run(capsys, "x", "--model", tiny_folder(tmp_path / "m", scale=float("nan")))
+    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and "not finite" in err
+
+
+def test_debug_shows_the_traceback(folder):
+    with pytest.raises(ValueError):
+        generate.main(["x", "--model", folder, "--temperature", "-1", "--debug"])
+
+
+def test_help_shows_defaults_and_four_examples(capsys):
+    code, out, _ = run(capsys, "--help")
+    assert code == 0 and out.count("python generate.py") == 4
+    flags = """--model --raw --system --max-tokens --temperature --top-k --top-p --min-p --repetition-penalty
+        --presence-penalty --frequency-penalty --seed --stop --logprobs --dtype --device --threads --json --quiet
+        --debug"""
+    assert all(flag in out for flag in flags.split())
+    assert out.count("default: ") >= 12
+
+
+# ------------------------------------------------------------------ a conversation
+
+
+def talk(capsys, monkeypatch, folder, lines: list[str], *flags) -> tuple[int, str, str]:
+    """A conversation at a terminal: `lines` are typed one after the other, then Ctrl-D."""
+    class Terminal:
+        def isatty(self):
+            return True
+
+    typed = iter(lines)
+
+    def fake_input(prompt=""):
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.setattr("builtins.input", fake_input)
+    return run(capsys, "--model", folder, *flags)
+
+
+def test_a_conversation_computes_only_the_new_turn(capsys, monkeypatch, tmp_path):
+    folder = tiny_folder(tmp_path / "m", max_position_embeddings=1024)
+    code, out, err = talk(capsys, monkeypatch, folder, ["hi", "", "and then?"], "--max-tokens", "8")
+    lines = [line for line in err.splitlines() if "prompt" in line]
+    assert code == 0 and len(lines) == 2
+    assert "cached" not in lines[0] and "cached" in lines[1]
+
+
+def test_a_long_conversation_drops_its_oldest_turns_and_says_so(capsys, monkeypatch, tmp_path):
+    folder = tiny_folder(tmp_path / "m", max_position_embeddings=200)
+    code, out, err = talk(capsys, monkeypatch, folder, ["word " * 6, "more " * 6, "last " * 6, "x" * 500, "fine"],
+                          "--max-tokens", "10", "--system", "S")
+    assert code == 0
+    assert "were dropped" in err and "200" in err
+    assert err.count("error: ") == 1 and "tokens, but the context is 200" in err, "one turn too long is not fatal"
+    assert "cached" in err.splitlines()[-1], "and it costs no history"
+    assert err.count(" | prompt ") == 4
+
+
+# ------------------------------------------------------------------ the command line, as a process
+
+
+def start(*argv, **options) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, str(ROOT / "generate.py"), *argv], stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, **options)
+
+
+def test_ctrl_c_ends_the_answer_with_dignity(default_gguf):
+    process = start("Count to one thousand, one number a line.", "--max-tokens", "4000", "--temperature", "1")
+    assert process.stdout.read(1), "no first character"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "abort" in err and "Traceback" not in err
+
+
+def test_a_closed_pipe_is_no_error(default_gguf):
+    process = start("Count to one hundred.", "--max-tokens", "60", "--quiet")
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.wait(timeout=60) == 0
+    assert process.stderr.read() == ""
+
+
+def test_peak_memory_of_the_default_model(default_gguf):
+    """One answer in the default dtype stays below 1.2 GB, Python and torch included."""
+    code = ("import resource, sys, generate;"
+            "code = generate.main(['Why is the sky blue?', '--max-tokens', '24', '--quiet']);"
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(code)")
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout.split()[-1]) * 1024 < 1.2e9
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a pseudo-terminal")
+def test_a_conversation_at_a_real_terminal(default_gguf):
+    leader, follower = os.openpty()
+    process = subprocess.Popen([sys.executable, str(ROOT / "generate.py"), "--max-tokens", "12"], stdin=follower,
+                               stdout=follower, stderr=follower)
+    os.close(follower)
+
+    def screen_until(mark: bytes, seconds: float = 60) -> bytes:
+        """What the terminal shows up to the first `mark`, or up to the program's end if mark is empty."""
+        seen, deadline = b"", time.time() + seconds
+        while time.time() < deadline and not (mark and mark in seen):
+            if select.select([leader], [], [], 0.5)[0]:
+                try:
+                    seen += os.read(leader, 4096)
+                except OSError:  # how Linux says that the other side is closed
+                    break
+        return seen
+
+    try:
+        assert b"> " in screen_until(b"> ")
+        os.write(leader, b"Say hello.\n")
+        assert b"tokens/s" in screen_until(b"> ")
+        os.write(leader, b"And again?\n")
+        assert b"cached" in screen_until(b"cached")
+        screen_until(b"> ")
+        os.write(leader, b"\x04")
+        screen_until(b"")
+        assert process.wait(timeout=30) == 0
+    finally:
+        process.kill()
+        os.close(leader)

@@ -1,0 +1,924 @@
+"""tokenizer.py against the `tokenizers` library, case by case and at random; streams, damaged files."""
+import base64
+import functools
+import itertools
+import json
+import random
+import re
+import time
+import unicodedata
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Library
+
+import tokenizer as T
+from chat import ChatTemplate
+from tokenizer import GPT2, LLAMA3, QWEN2, BytePairs, StreamDecoder, Tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+FAMILIES = {"gpt2": [GPT2], "llama3": [LLAMA3], "qwen2": [QWEN2], "smollm2": [T.DIGIT, GPT2]}
+CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+          "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+
+HARD = [
+    "", " ", "\n", "Hello, world!", "I'LL go, i'll go, WE'VE, they'Re, 'S '\u017f 'T'",
+    "12345 1,000.50 ٣٤٥ ²³ ½ Ⅷ 一二三 १२३",
+    "    def f(x):\n\t\treturn x  # note\r\n\r\n\n   \n", "a   b",
+    "  \u00a0 \u3000x\u2003\u2003y \x85\x1c\x1d\x1e\x1f z",
+    "季節は巡る。한국어 텍스트 中文,混合 text", "👩‍👩‍👧‍👦 🏳️‍🌈 😀😀 e\u0301 é ñ n\u0303 ≯ >\u0338",
+    "عربى עברית ไทย हिन्दी",
+    "<|im_end|> <|endoftext|> <|im_start|>user <repo_name> <|fake|> <| im_end |>", "\x00\x01\x04\x06\x7f\x80\xad\xff",
+    "x²y½ foo\r\n\tbar \n\nHello (abc) -> 1.5", "^" * 300 + "=" * 77 + " " * 129 + "\t" * 33 + "\n" * 50 + "a" * 200,
+    "".join(map(chr, range(0x250))), "https://example.org/?q=1&b=%20#frag --flag=--x __init__ CamelCaseWord snake_case",
+    "\U000407ff\U0009abcd\U0010fffe\ufdd0\ufffe\ufeff\u200b\u200d", "\u2028\u2029\u0085\u180e\u200e",
+]
+
+
+def family_pre_tokenizer(name: str):
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=name in ("gpt2", "smollm2"))
+    first = {"gpt2": [], "smollm2": [pre_tokenizers.Digits(individual_digits=True)],
+             "llama3": [pre_tokenizers.Split(Regex(LLAMA3), "isolated")],
+             "qwen2": [pre_tokenizers.Split(Regex(QWEN2), "isolated")]}[name]
+    return pre_tokenizers.Sequence([*first, level]) if first else level
+
+
+def library(vocab, merges, family="gpt2", special=(), nfc=False, **options) -> Library:
+    """A tokenizer of the library; tokens of `special` are added after the vocabulary (or found in it)."""
+    made = Library(models.BPE(vocab=vocab, merges=merges, **options))
+    made.pre_tokenizer, made.decoder = family_pre_tokenizer(family), decoders.ByteLevel()
+    if nfc:
+        made.normalizer = normalizers.NFC()
+    made.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in special])
+    return made
+
+
+def ours(made: Library, config: dict | None = None, **model) -> Tokenizer:
+    data = json.loads(made.to_str())
+    data["model"].update(model)
+    return Tokenizer.from_json(data, config)
+
+
+def toy(merges=(), special=("<|im_start|>", "<|im_end|>"), config=None, family="gpt2", **changes) -> Tokenizer:
+    """256 bytes (id = byte), then what the merges make, then the special tokens."""
+    made = list(dict.fromkeys("".join(m) for m in map(str.split, merges)))
+    vocab = {token: i for i, token in enumerate([*T.ALPHABET, *made])}
+    data = json.loads(library(vocab, [tuple(m.split()) for m in merges], family, special).to_str())
+    return Tokenizer.from_json({**data, **changes}, {"chat_template": CHATML, **(config or {})})
+
+
+@pytest.fixture(scope="session")
+def metadata(default_gguf) -> dict:
+    from gguf import GGUF
+
+    with GGUF(default_gguf) as file:
+        return dict(file.metadata)
+
+
+@pytest.fixture(scope="session")
+def smol(metadata) -> Tokenizer:
+    return Tokenizer.from_gguf(metadata)
+
+
+def library_of(metadata: dict) -> Library:
+    """The library's tokenizer with the default model's vocabulary."""
+    texts, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    vocab = {text: i for i, text in enumerate(texts)}
+    merges = [tuple(m.split(" ")) for m in metadata["tokenizer.ggml.merges"]]
+    return library(vocab, merges, "smollm2", [t for t, kind in zip(texts, kinds) if kind == 3])
+
+
+@pytest.fixture(scope="session")
+def smol_library(metadata) -> Library:
+    return library_of(metadata)
+
+
+@pytest.fixture(scope="session")
+def real_merges(metadata) -> list[str]:
+    return metadata["tokenizer.ggml.merges"][:6000]
+
+
+def corpus(seed: int, n: int) -> list[str]:
+    """Random texts over everything that pre-tokenizers look at."""
+    rng = random.Random(seed)
+    atoms = [*"aAbzé 0199'\"\n\n\t\r   ..,!?-_<>|=()٣²½季漢한🙂", "'s", "'LL", "the", " of", "  ", "\r\n", "\u00a0",
+             "e\u0301",
+             "\u200d", "\u017f", "\u0338", "ing", "tion", " http", "\x1c", "\x04", "\U000407ff"]
+    return ["".join(rng.choices(atoms, k=rng.randint(1, 40))) for _ in range(n)]
+
+
+# ------------------------------------------------------------------ pre-tokenisation
+
+@pytest.mark.parametrize("text, expected", [
+    (" 12345 apples", {"gpt2": [" 12345", " apples"], "llama3": [" ", "123", "45", " apples"],
+                       "qwen2 smollm2": [" ", "1", "2", "3", "4", "5", " apples"]}),
+    ("I'LL go", {"llama3 qwen2": ["I", "'LL", " go"], "gpt2 smollm2": ["I", "'", "LL", " go"]}),
+    ("(abc) -> 1.5", {"llama3 qwen2": ["(abc", ")", " ->"], "gpt2 smollm2": ["(", "abc", ")", " ->"]}),
+    ("x²y½", {"gpt2 llama3 qwen2 smollm2": ["x", "²", "y", "½"]}),
+])
+def test_tk_06_each_family_cuts_its_own_way(text, expected):
+    """TK-06 (ggml-org/llama.cpp #6920, #8609): the pre-tokenizer differs per family; \\d is not \\p{N}."""
+    for names, pieces in expected.items():
+        for name in names.split():
+            assert T.pretokenize(text, list(map(T.compile_cut, FAMILIES[name])))[:len(pieces)] == pieces
+
+
+def test_tk_15_newlines_are_cut_per_family():
+    """TK-15 (ggml-org/llama.cpp #6809): runs of newlines stay whole for Llama 3 and Qwen2, and split for the others."""
+    def cut(name, text):
+        return T.pretokenize(text, list(map(T.compile_cut, FAMILIES[name])))
+
+    for name in ("llama3", "qwen2"):
+        assert cut(name, "\n\nHello") == ["\n\n", "Hello"] and cut(name, "foo\r\n\tbar") == ["foo", "\r\n", "\tbar"]
+    for name in ("gpt2", "smollm2"):
+        assert cut(name, "\n\nHello") == ["\n", "\n", "Hello"]
+        assert cut(name, "foo\r\n\tbar") == ["foo", "\r\n", "\t", "bar"]
+
+
+def test_tk_08_a_control_token_after_punctuation_and_indentation():
+    """TK-08 (JustVugg/colibri #1653): a control token is found before the punctuation rule can take its "<|"; of a
+    run of spaces the last one belongs to the word."""
+    tok = toy()
+    assert tok.encode("ok.<|im_end|>", allow_special=True) == [*b"ok.", tok.special["<|im_end|>"]]
+    assert T.pretokenize("a   b", [T.compile_cut(GPT2)]) == ["a", "  ", " b"]
+
+
+@functools.cache
+def code_points(every: int) -> list[int]:
+    """All assigned code points but surrogates and private use; of the many uniform letters (CJK..) one in `every`."""
+    return [c for c in range(0x110000) if (kind := unicodedata.category(chr(c))) not in ("Cn", "Cs", "Co")
+            and not (kind == "Lo" and c > 0x3400 and c % every)]
+
+
+@pytest.mark.parametrize("every", [101, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_cuts_equal_the_library_for_every_code_point(name, every):
+    cuts, theirs, points = list(map(T.compile_cut, FAMILIES[name])), family_pre_tokenizer(name), code_points(every)
+    points = points if every == 1 else points[::3]
+    for start in range(0, len(points), 2000):
+        text = "".join(f"{c}a {c}{c}1'{c}\n{c} " for c in map(chr, points[start:start + 2000]))
+        assert T.pretokenize(text, cuts) == [text[a:b] for _, (a, b) in theirs.pre_tokenize_str(text)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_cuts_equal_the_library_on_random_text(name):
+    cuts, theirs = list(map(T.compile_cut, FAMILIES[name])), family_pre_tokenizer(name)
+    for text in [*HARD, *corpus(1, 1500)]:
+        assert T.pretokenize(text, cuts) == [text[a:b] for _, (a, b) in theirs.pre_tokenize_str(text)], repr(text)
+
+
+def test_a_split_that_leaves_gaps_or_comes_in_several_steps_equals_the_library():
+    several = [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥]+", r"\p{N}"]
+    possessive = [r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"]
+    cased = [r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+             r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}"]
+    for steps in (several, possessive, cased):
+        theirs = pre_tokenizers.Sequence([*(pre_tokenizers.Split(Regex(s), "isolated") for s in steps),
+                                          pre_tokenizers.ByteLevel(False, use_regex=False)])
+        for text in [*HARD, *corpus(2, 300)]:
+            assert T.pretokenize(text, list(map(T.compile_cut, steps))) == [
+                text[a:b] for _, (a, b) in theirs.pre_tokenize_str(text)]
+
+
+@pytest.mark.parametrize("pattern", [
+    "[[:alpha:]]+", "[a&&b]", "[a[b]]", r"(a)\1", r"\bx", r"\d+", "(?<=a)b", "(?P<n>a)", "(?R)", "a{1,3}+", "^a", "a$",
+    "(", "[", "*", r"\p{NoSuchThing}", "a" * 20_000, r"(?x) a", None, 5, "(?:(?:a{60000}){60000}){60000}", "(a|b)*",
+    "(ab)+",
+    "(?:a){2}", "(?:a)?{2}", "a{10}", "a{1,60000}", "(?:" * 300 + "a" + ")" * 300])
+def test_regexes_that_engines_read_differently_or_that_explode_are_refused(pattern):
+    with pytest.raises(ValueError, match="regex"):
+        T.compile_cut(pattern)
+
+
+def test_a_regex_that_backtracks_for_ever_ends_in_an_error():
+    cut = T.compile_cut("a*" * 30 + "[^a]{2}")
+
+    class Hurried:  # the same regex with a limit that a test can wait for
+        pattern = cut.pattern
+
+        def finditer(self, text, timeout):
+            assert timeout < 11
+            return cut.finditer(text, timeout=0.2)
+
+    with pytest.raises(ValueError, match="backtracks for ever"):
+        T.pretokenize("a" * 2000 + "ba" * 3, [Hurried()])
+
+
+# ------------------------------------------------------------------ merges
+
+def test_tk_14_the_byte_alphabet():
+    """TK-14 (paiml/aprender #2121): 68 bytes are remapped to U+0100..U+0143, 0xAD among them, and nothing collides."""
+    a = T.byte_alphabet()
+    assert [ord(a[b]) for b in (0x00, 0x0A, 0x20, 0x7F, 0x80, 0xA0, 0xAD, 0xFF)] == [
+        0x100, 0x10A, 0x120, 0x121, 0x122, 0x142, 0x143, 0xFF]
+    assert len(set(a)) == 256 and sum(ord(c) >= 0x100 for c in a) == 68 and max(map(ord, a)) == 0x143
+    assert set(a) == set(pre_tokenizers.ByteLevel.alphabet())
+    assert [T.token_to_bytes(c) for c in a] == [bytes([b]) for b in range(256)]
+    tok = toy()
+    assert tok.encode("季") == [0xE5, 0xAD, 0xA3] and tok.decode([0xE5, 0xAD, 0xA3]) == "季"
+    assert [tok.token_bytes(b) for b in range(256)] == [bytes([b]) for b in range(256)]
+
+
+def test_tk_05_the_rank_decides_not_the_id():
+    """TK-05 (ztxz16/fastllm #715): the lowest rank merges first, wherever it is; the order of ids is another order."""
+    vocab = {**{c: i for i, c in enumerate(T.ALPHABET)}, "bc": 256, "ab": 257}
+    pairs = BytePairs(vocab, [("a", "b"), ("b", "c")])
+    assert pairs.ids("abc") == [257, ord("c")]
+    assert pairs._merge([97, 98, 99]) == [257, ord("c")]
+
+
+def test_tk_09_merges_as_strings_or_as_pairs():
+    """TK-09 (huggingface/swift-transformers #131): "a b" and ["a", "b"] are one merge, a token with a space fits a pair
+    only, and a #version line is none."""
+    vocab = {**{c: i for i, c in enumerate(T.ALPHABET)}, "ab": 256, "c d": 257, "c": 99, " ": 258, " d": 259}
+    data = json.loads(library({c: i for i, c in enumerate(T.ALPHABET)}, []).to_str())
+
+    def ids(merges):
+        return Tokenizer.from_json({**data, "model": {**data["model"], "vocab": vocab,
+                                                      "merges": merges}}).encode("abcd")
+
+    assert ids(["#version: 0.2", "a b"]) == ids([["a", "b"], ["c", " d"]]) == ids(["a b"]) == [256, 99, 100]
+    for bad in ("a b c", "ab", "a ", " b", "", ["a"], ["a", "b", "c"], ["a", 5], 7, None, {"a": "b"}):
+        with pytest.raises(ValueError, match=r"merge|damaged"):
+            ids([bad])
+    with pytest.raises(ValueError, match="'zz' in the vocabulary"):
+        ids([["z", "z"]])
+
+
+def random_vocabulary(rng: random.Random, ambiguous: bool):
+    """A vocabulary that training would not make: shuffled ids with holes, tokens that no merge makes, bytes that are
+    missing; ambiguous: several merges for one token, parts that come later, pairs listed twice."""
+    letters = rng.choice(("ab", "abc"))
+    pool, merges = list(letters), []
+    for _ in range(rng.randint(1, 14)):
+        left, right = rng.choice(pool), rng.choice(pool)
+        if len(left + right) <= 8 and (ambiguous or left + right not in pool):
+            merges.append((left, right))
+            pool += [left + right] * (left + right not in pool)
+    if ambiguous:
+        rng.shuffle(merges)
+        merges += rng.sample(merges, k=min(len(merges), rng.randint(0, 2)))
+    unmade = ("".join(rng.choices(letters, k=rng.randint(2, 5))) for _ in range(3))
+    tokens = list(dict.fromkeys([*T.ALPHABET, *pool, *unmade]))
+    gone = rng.choice("abc!Ã")
+    if rng.random() < 0.4 and not any(gone in pair for pair in merges):
+        tokens.remove(gone)
+    ids = rng.sample(range(len(tokens) + rng.randint(0, 5)), k=len(tokens))
+    return dict(zip(tokens, ids)), merges
+
+
+def disagreements(cases: int, seed: int, change=lambda tok: None) -> tuple[int, int, int]:
+    """(texts on which ours and the library differ, vocabularies that tiktoken serves, those that it does not)."""
+    rng, wrong, fast, slow = random.Random(seed), 0, 0, 0
+    for case in range(cases):
+        vocab, merges = random_vocabulary(rng, ambiguous=case % 3 == 0)
+        theirs = library(vocab, merges, ignore_merges=rng.random() < 0.3)
+        tok = ours(theirs, merges=[" ".join(pair) for pair in merges] if case % 2 else merges)
+        fast, slow = fast + (tok.pairs.engine is not None), slow + (tok.pairs.engine is None)
+        change(tok)
+        for merged in (0, T.HEAP_BYTES):  # by the heap, then by tiktoken
+            tok.pairs.merged = merged
+            tok._cache.clear()
+            for _ in range(15):
+                text = "".join(rng.choices("aaabbbccc !é", k=rng.randint(0, 14)))
+                wrong += tok.encode(text) != theirs.encode(text).ids
+    return wrong, fast, slow
+
+
+def test_ids_equal_the_library_for_random_vocabularies():
+    wrong, fast, slow = disagreements(300, seed=0)
+    assert wrong == 0 and fast > 65 and slow > 65
+
+
+@pytest.mark.slow
+def test_ids_equal_the_library_for_very_many_random_vocabularies():
+    assert disagreements(30_000, seed=1)[0] == 0
+
+
+def test_the_random_vocabularies_would_catch_tiktoken_used_without_proof():
+    def always_tiktoken(tok):
+        if tok.pairs.engine is None:
+            tok.pairs.engine = T._engine({bytes([b]): b for b in range(256)} | {
+                tok.pairs.tokens[i]: 256 + rank for rank, i in enumerate(tok.pairs.made)})
+
+    assert disagreements(200, seed=0, change=always_tiktoken)[0] > 20
+
+
+def test_the_heap_is_textbook_bpe():
+    def textbook(pairs, ids):
+        while ranked := [(pairs.merges[p], i) for i, p in enumerate(itertools.pairwise(ids)) if p in pairs.merges]:
+            rank, i = min(ranked)
+            ids[i:i + 2] = [pairs.made[rank]]
+        return ids
+
+    rng = random.Random(3)
+    for _ in range(600):
+        pairs = BytePairs(*random_vocabulary(rng, ambiguous=True))
+        for _ in range(5):
+            ids = [i for c in rng.choices("aabbc", k=rng.randint(1, 12)) if (i := pairs.base[ord(c)]) is not None]
+            assert pairs._merge(list(ids)) == textbook(pairs, list(ids))
+
+
+def test_where_tiktoken_is_used_it_agrees_with_the_heap_on_all_short_texts():
+    rng, proven = random.Random(5), 0
+    texts = ["".join(t) for n in range(1, 8) for t in itertools.product("ab", repeat=n)]
+    while proven < 60:
+        vocab, merges = random_vocabulary(rng, ambiguous=False)
+        pairs = BytePairs(vocab, merges)
+        if pairs.engine is not None and not pairs.missing:
+            proven, pairs.merged = proven + 1, T.HEAP_BYTES
+            for text in texts:
+                assert pairs.ids(text) == pairs._merge([pairs.base[b] for b in text.encode()])
+
+
+def test_tiktoken_takes_over_where_there_is_much_text():
+    tok = toy(["a b"])
+    assert tok.encode("ab " * 5000)[:2] == [256, 32] and "engine" not in vars(tok.pairs)
+    tok.encode("ab" * (T.HEAP_BYTES // 2))
+    assert vars(tok.pairs)["engine"] is not None
+    assert tok.encode("abba ab") == [256, *b"ba ", 256]
+
+
+def test_bytes_that_the_vocabulary_lacks_are_dropped_before_merging():
+    """As the library does: with "!" gone the letters around it are neighbours and merge."""
+    vocab = {c: i for i, c in enumerate(T.ALPHABET) if c not in "!Ã"} | {"ab": 300, "??": 301}
+    for unk in (None, "??"):
+        theirs = library(vocab, [("a", "b"), ("?", "?")], "llama3", unk_token=unk)
+        tok = ours(theirs)
+        for text in ("a!b", "!", "!!?!?", "é!", "ab!ab", "?a!b?"):
+            assert tok.encode(text) == theirs.encode(text).ids
+
+
+# ------------------------------------------------------------------ whole tokenizers
+
+def test_the_default_model(smol):
+    assert smol.vocab_size == 49152 and smol.eos_ids == [2] and not smol.add_bos
+    assert smol.pairs.engine is not None and len(smol.pairs.missing) == 21
+    assert smol.encode("Why is the sky blue?") == [4898, 314, 260, 6376, 4461, 47]
+    assert smol.names["eos_token"] == "<|im_end|>" and "im_start" in smol.chat_template
+
+
+def test_the_default_vocabulary_equals_the_library(smol, smol_library):
+    smol_library.encode_special_tokens = True  # the library's name for: control tokens are not recognised
+    for text in [*HARD, *corpus(3, 2500), (ROOT / "README.md").read_text() * 3, Path(T.__file__).read_text()]:
+        assert smol.encode(text) == smol_library.encode(text).ids, repr(text[:200])
+    smol_library.encode_special_tokens = False
+    for text in [*HARD, *corpus(4, 300)]:
+        text = text.replace("季", "<|im_end|>").replace("漢", "<|endoftext|><repo_name>")
+        assert smol.encode(text, allow_special=True) == smol_library.encode(text).ids, repr(text)
+
+
+def test_single_bytes_and_every_class_of_character_equal_the_library(smol, smol_library):
+    points = code_points(101)
+    for i in range(0, len(points), 500):
+        text = "".join(map(chr, points[i:i + 500]))
+        assert smol.encode(text) == smol_library.encode(text).ids
+    for c in map(chr, [*range(0x300), *range(0x3FF00, 0x40100), 0x10FFFF]):
+        assert smol.encode(c) == smol_library.encode(c).ids, repr(c)
+
+
+@pytest.mark.parametrize("ignore_merges", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_equal_the_library(name, ignore_merges, real_merges):
+    """6,000 real merges under each family's cuts, ids shuffled; tokens that no merge makes; NFC for Qwen."""
+    rng = random.Random(name)
+    merges = [tuple(m.split(" ")) for m in real_merges]
+    tokens = list(dict.fromkeys([*T.ALPHABET, *("".join(m) for m in merges), "Ġhttp", "snake", "ĊĊĊĊ", "Ġ12345"]))
+    theirs = library(dict(zip(tokens, rng.sample(range(len(tokens)), k=len(tokens)))), merges, name,
+                     ["<|im_start|>", "<|im_end|>", "<|im_end|>!"], nfc=name == "qwen2",
+                     ignore_merges=ignore_merges)
+    tok = ours(theirs)
+    for text in [*HARD, *corpus(6, 700)]:
+        text = text.replace("漢", "<|im_end|>").replace("季", "<|im_end|>!")
+        assert tok.encode(text, allow_special=True) == theirs.encode(text).ids, repr(text)
+        assert tok.decode(tok.encode(text)) == tok._normalize(text) or tok.pairs.missing
+
+
+def test_llama_3_in_hugging_face_form_lists_all_ways_to_a_token(real_merges):
+    """Converted from tiktoken, that list holds every split of every token: several merges make one token, so tiktoken
+    is not used, and ids still equal the library's."""
+    made = ["".join(m.split(" ")) for m in real_merges[:1500]]
+    known = {*T.ALPHABET, *made}
+    merges = [(t[:k], t[k:]) for t in made for k in range(1, len(t)) if t[:k] in known and t[k:] in known]
+    theirs = library({t: i for i, t in enumerate([*T.ALPHABET, *made])}, merges, "llama3", ignore_merges=True)
+    tok = ours(theirs)
+    assert tok.pairs.engine is None and len(merges) > len(made)
+    for text in [*HARD, *corpus(7, 1500)]:
+        assert tok.encode(text) == theirs.encode(text).ids, repr(text)
+
+
+def test_a_megabyte_takes_a_few_seconds(smol, smol_library):
+    rng = random.Random(0)
+    text = "".join(rng.choices([*HARD[3:15], *corpus(8, 300), Path(T.__file__).read_text()[:3000]], k=4000))[:1_000_000]
+    start = time.perf_counter()
+    ids = smol.encode(text)
+    assert time.perf_counter() - start < 15  # about half a second on two quiet cores
+    smol_library.encode_special_tokens = True
+    assert ids == smol_library.encode(text).ids
+
+
+@pytest.mark.parametrize("engine", ["tiktoken", "heap"])
+def test_tk_17_very_long_runs(engine):
+    """TK-17 (openai/tiktoken #195, #245, #391): runs of equal characters are neither slow nor too deep. Past a million
+    spaces tiktoken's own regex panics; here it is not used for cutting."""
+    tok = toy(["^ ^", "^^ ^^", "a a", "aa aa", "Ġ Ġ", "ĠĠ ĠĠ"])
+    tok.pairs.merged = T.HEAP_BYTES
+    if engine == "heap":
+        tok.pairs.engine = None
+    start = time.perf_counter()
+    for char, n in (("^", 200_000), ("a", 32_000), (" ", 200_000)):
+        ids = tok.encode(char * n)
+        assert len(ids) == n // 4 and tok.decode(ids) == char * n
+    assert time.perf_counter() - start < 6  # a quadratic merge takes minutes
+    assert len(tok.encode(" " * 1_100_001)) == 275_001 if engine == "tiktoken" else True
+
+
+def test_lone_surrogates_are_read_as_the_replacement_character(smol):
+    assert smol.encode("a\ud800b") == smol.encode("a\ufffdb")
+    assert smol.encode("\ud83d\ude00") == smol.encode("😀")  # a pair is the character it spells
+    assert smol.encode("a\udfff<|im_end|>", allow_special=True) == smol.encode("a\ufffd<|im_end|>", allow_special=True)
+
+
+def test_tk_12_holes_in_the_id_range():
+    """TK-12 (pytorch/torchtune #1995): ids are kept as declared, and an id without a token decodes to nothing."""
+    vocab = {c: i for i, c in enumerate(T.ALPHABET)} | {f"x{i}": i for i in range(256, 299)} | {"end": 300}
+    tok = ours(library(vocab, []))
+    assert tok.vocab_size == 301 and tok.token_bytes(300) == b"end" and tok.token_bytes(298) == b"x298"
+    assert tok.decode([97, 299, 98, 305, -1, 10**12, 300]) == "abend"
+    assert tok.token_bytes(299) == tok.token_bytes(305) == b""
+    stream = StreamDecoder(tok)
+    assert [stream.push(i) for i in (97, 299, 305, 98)] == ["a", "", "", "b"]
+
+
+def test_decoding_equals_the_library(smol, smol_library):
+    rng = random.Random(1)
+    for skip in (True, False):
+        for _ in range(400):
+            ids = [rng.choice((rng.randrange(17), rng.randrange(17, 300), rng.randrange(49152))) for _ in range(12)]
+            assert smol.decode(ids, skip_special=skip) == smol_library.decode(ids, skip_special_tokens=skip)
+
+
+def test_flags_of_added_tokens_equal_the_library():
+    vocab = {c: i for i, c in enumerate(T.ALPHABET)}
+    theirs = library(vocab, [], "qwen2", nfc=True)
+    theirs.add_tokens([AddedToken("<l>", lstrip=True, normalized=False), AddedToken("<r>", rstrip=True,
+                                                                                    normalized=False),
+                       AddedToken("<lr>", lstrip=True, rstrip=True, normalized=False),
+                       AddedToken("<n>", normalized=True), AddedToken("<e\u0301>", normalized=True),
+                       AddedToken("<raw>", normalized=False), AddedToken("<l><r>x", normalized=False)])
+    tok = ours(theirs)
+    rng = random.Random(2)
+    atoms = ["<l>", "<r>", "<lr>", "<n>", "<e\u0301>", "<é>", "<raw>", "x", " ", "\n", "\u0338", "\u3000", "\x1c",
+             "<l><r>x"]
+    for _ in range(2000):
+        text = "".join(rng.choices(atoms, k=rng.randint(1, 8)))
+        assert tok.encode(text, allow_special=True) == theirs.encode(text).ids, repr(text)
+    assert "<raw>" in tok.special and tok.special["<raw>"] not in tok.special_ids
+
+
+def test_add_prefix_space_equals_the_library():
+    theirs = library({c: i for i, c in enumerate(T.ALPHABET)}, [], special=["<s>"])
+    theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tok = ours(theirs)
+    for text in ("", "a", " a", "\na", "<s>a<s> b", "\x1ca", "\u3000a"):
+        assert tok.encode(text, allow_special=True) == theirs.encode(text).ids, repr(text)
+
+
+# ------------------------------------------------------------------ BOS, EOS, files
+
+BOS_TEMPLATE = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+
+
+def bos_tokenizer(template=BOS_TEMPLATE, **config) -> Tokenizer:
+    post = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}},
+                                                     {"Sequence": {"id": "A", "type_id": 0}}], "pair": [],
+                                                     "special_tokens": {}}
+    return toy(special=["<s>", "<|im_start|>", "<|im_end|>"], post_processor=post,
+               config={"bos_token": {"content": "<s>"}, "eos_token": "<|im_end|>", "chat_template": template, **config})
+
+
+def test_tk_13_bos_where_the_files_say_so(smol):
+    """TK-13 (vllm-project/vllm #27486): one BOS for Llama 3, none for SmolLM2 and Qwen2."""
+    assert bos_tokenizer().add_bos and not bos_tokenizer(add_bos_token=False).add_bos
+    assert not smol.add_bos and smol.bos_id == 1 and smol.encode("hi") == smol.encode("hi", bos=False)
+    plain = toy()
+    assert plain.bos_id is None and not plain.add_bos
+    with pytest.raises(ValueError, match="no BOS"):
+        plain.encode("hi", bos=True)
+    assert toy(config={"bos_token": "<|im_start|>", "add_bos_token": True}).encode("a") == [256, 97]
+
+
+def small_gguf(**changes) -> dict:
+    data = {"model": "gpt2", "pre": "llama-bpe",
+            "tokens": [*T.ALPHABET, "ab", "<s>", "</s>", "<|eot|>", "<|eom|>", "<think>", "[PAD]"], "merges": ["a b"],
+            "token_type": [1] * 257 + [3, 3, 3, 3, 4, 5], "bos_token_id": 257, "eos_token_id": 258,
+            "eot_token_id": 259, "eom_token_id": 260, **changes}
+    return {f"tokenizer.ggml.{key}": value for key, value in data.items() if value is not None}
+
+
+def test_d05_all_end_tokens_of_the_metadata_are_known():
+    """D05 (vllm-project/vllm #4180): a tokenizer may name several end tokens."""
+    assert Tokenizer.from_gguf(small_gguf()).eos_ids == [258, 259, 260]
+    assert Tokenizer.from_gguf(small_gguf(eot_token_id=258, eom_token_id=None)).eos_ids == [258]
+    assert bos_tokenizer().eos_ids == [258] and toy().eos_ids == []
+
+
+def test_gguf_metadata():
+    tok = Tokenizer.from_gguf(small_gguf())
+    assert tok.add_bos and tok.vocab_size == 263 and tok.encode("ab 123") == [257, 256, 32, 49, 50, 51]
+    assert tok.special == {"<s>": 257, "</s>": 258, "<|eot|>": 259, "<|eom|>": 260, "<think>": 261}
+    assert tok.decode([257, 97, 258, 261, 262, 98]) == "a<think>b"  # <think> is added but not special; 262 is no token
+    assert not Tokenizer.from_gguf(small_gguf(add_bos_token=False)).add_bos
+    untyped = Tokenizer.from_gguf(small_gguf(token_type=None))
+    assert untyped.special == {"<s>": 257, "</s>": 258, "<|eot|>": 259, "<|eom|>": 260}
+    qwen = Tokenizer.from_gguf(small_gguf(pre="qwen2"))
+    assert not qwen.add_bos and qwen.encode("e\u0301") == [*"é".encode()]
+
+
+@pytest.mark.parametrize("changes, word", [
+    ({"model": "llama"}, "SentencePiece"), ({"model": "t5"}, "t5"), ({"model": None}, "None"), ({"pre": "tekken"},
+                                                                                                "tekken"),
+    ({"pre": None}, "None"), ({"pre": "default"}, "default"), ({"tokens": None}, "tokens"), ({"tokens": []}, "tokens"),
+    ({"merges": None}, "merges"), ({"merges": ["a"]}, "merge"), ({"merges": ["a q"]}, "'aq'"), ({"merges": 5},
+                                                                                                "damaged"),
+    ({"token_type": [1]}, "1 entries"), ({"eos_token_id": 999}, "999"), ({"bos_token_id": -1}, "-1"),
+    ({"eos_token_id": "x"}, "damaged"), ({"tokens": [1, 2]}, "tokens"), ({"pre": ["x"]}, "damaged"),
+])
+def test_gguf_metadata_that_is_not_handled_is_refused_by_name(changes, word):
+    with pytest.raises(ValueError, match=re.escape(word)):
+        Tokenizer.from_gguf(small_gguf(**changes))
+
+
+def test_names_that_share_a_regex_share_it():
+    assert T.GGUF_PRE["smollm"] == tuple(FAMILIES["smollm2"]) and T.GGUF_PRE["llama-bpe"] == (LLAMA3,)
+    assert set(T.GGUF_LIKE_LLAMA3) <= set(T.GGUF_PRE)
+
+
+def tree(**changes) -> dict:
+    vocab = {c: i for i, c in enumerate([*T.ALPHABET, "ab"])}
+    data = json.loads(library(vocab, [("a", "b")], "llama3", ["<|e|>"]).to_str())
+    for path, value in changes.items():
+        node, *keys = data, *path.split("__")
+        for key in keys[:-1]:
+            node = node[int(key) if isinstance(node, list) else key]
+        node[int(keys[-1]) if isinstance(node, list) else keys[-1]] = value
+    return data
+
+
+@pytest.mark.parametrize("changes, word", [
+    ({"model__byte_fallback": True}, "SentencePiece"), ({"model__type": "Unigram"}, "Unigram"),
+    ({"model__type": "WordPiece"}, "WordPiece"), ({"model__continuing_subword_prefix": "##"},
+                                                  "continuing_subword_prefix"),
+    ({"model__end_of_word_suffix": "</w>"}, "end_of_word_suffix"), ({"normalizer": {"type": "NFKC"}}, "NFKC"),
+    ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}}, "Lowercase"),
+    ({"pre_tokenizer": {"type": "Metaspace"}}, "SentencePiece"), ({"pre_tokenizer": {"type": "Whitespace"}},
+                                                                  "Whitespace"),
+    ({"pre_tokenizer": None}, "None"), ({"pre_tokenizer__pretokenizers": []}, "None"),
+    ({"pre_tokenizer__pretokenizers": [{"type": "Punctuation"}, {"type": "ByteLevel"}]}, "Punctuation"),
+    ({"pre_tokenizer__pretokenizers": [{"type": "ByteLevel"}, {"type": "ByteLevel"}]}, "ByteLevel"),
+    ({"pre_tokenizer__pretokenizers": [{"type": "Digits"}, {"type": "ByteLevel", "add_prefix_space": True}]},
+     "add_prefix_space"),
+    ({"pre_tokenizer__pretokenizers__0": 5}, "damaged"),
+    ({"post_processor": {"type": "BertProcessing"}}, "BertProcessing"),
+    ({"post_processor": {"type": "TemplateProcessing", "single": [{"Sequence": {}},
+                                                                  {"SpecialToken": {"id": "<|e|>"}}]}}, "<|e|>"),
+    ({"added_tokens": [{"id": 5, "content": "ab"}]}, "'ab'"), ({"added_tokens": [{"id": 5, "content": "<x>"}]},
+                                                               "another token"),
+    ({"added_tokens": [{"id": 300, "content": "<x>", "single_word": True}]}, "single_word"),
+    ({"added_tokens": [{"id": -1, "content": "<x>"}]}, "-1"), ({"added_tokens": [{"id": 2**40, "content": "<x>"}]},
+                                                               "2**31"),
+    ({"added_tokens": [{"id": True, "content": "<x>"}]}, "another token"),
+    ({"added_tokens": [{"id": "9", "content": "<x>"}]}, "'9'"), ({"added_tokens": [{"content": "<x>"}]}, "damaged"),
+    ({"model__vocab": {"a": 0, "b": 0}}, "integer id"), ({"model__vocab": {"a": 0.5}}, "integer id"),
+    ({"model__vocab": [["a", 0.5]]}, "damaged"), ({"model": None}, "damaged"),
+])
+def test_a_tokenizer_json_that_is_not_handled_is_refused_by_name(changes, word):
+    Tokenizer.from_json(tree())
+    with pytest.raises(ValueError, match=re.escape(word)):
+        Tokenizer.from_json(tree(**changes))
+
+
+@pytest.mark.parametrize("split", [{"behavior": "Removed"}, {"behavior": "MergedWithPrevious"}, {"invert": True},
+                                   {"pattern": {"String": " "}}])
+def test_splits_that_are_not_isolated_are_refused(split):
+    part = {"type": "Split", "pattern": {"Regex": "a"}, "behavior": "Isolated", "invert": False, **split}
+    with pytest.raises(ValueError, match="Split"):
+        Tokenizer.from_json(tree(pre_tokenizer__pretokenizers=[part, {"type": "ByteLevel", "use_regex": False}]))
+
+
+def test_missing_bytes_with_fused_unknowns_are_refused():
+    vocab = {c: i for i, c in enumerate(T.ALPHABET) if c != "!"} | {"?": 63}
+    with pytest.raises(ValueError, match="fuse_unk"):
+        ours(library(vocab, [], unk_token="?", fuse_unk=True))
+
+
+def folder(path: Path, config: dict | None = None, **files: str) -> Path:
+    (path / "tokenizer.json").write_text(json.dumps(tree()))
+    if config is not None:
+        (path / "tokenizer_config.json").write_text(json.dumps(config))
+    for name, text in files.items():
+        (path / name.replace("__", ".")).write_text(text)
+    return path
+
+
+def test_a_folder(tmp_path):
+    path = folder(tmp_path, {"eos_token": {"content": "<|e|>"}, "bos_token": None, "chat_template": "A",
+                             "added_tokens_decoder": {
+        "300": {"content": "<|new|>", "special": True}, "257": {"content": "<|e|>", "special": True}}})
+    tok = Tokenizer.from_folder(path)
+    assert tok.eos_ids == [257] and tok.bos_id is None and tok.chat_template == "A" and tok.special["<|new|>"] == 300
+    assert tok.encode("ab") == [256] and tok.names == {"eos_token": "<|e|>"}
+    folder(path, chat_template__jinja="B {{ eos_token }}")
+    assert Tokenizer.from_folder(str(path)).chat_template == "B {{ eos_token }}"
+    folder(path, {"chat_template": [{"name": "tool", "template": "x"}, {"name": "default", "template": "C"}]})
+    (path / "chat_template.jinja").unlink()
+    assert Tokenizer.from_folder(path).chat_template == "C"
+    folder(path, {}, special_tokens_map__json='{"eos_token": "<|e|>"}')
+    tok = Tokenizer.from_folder(path)
+    assert tok.eos_ids == [257] and tok.chat_template is None
+
+
+def test_a_folder_without_a_tokenizer(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"neither tokenizer\.json nor tokenizer\.model"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", '{"model": ', "[" * 100_000, "null", '"x"', b"\xff\xfe{}",
+                                  b'{"\xed": 1}'])
+def test_a_file_that_is_no_json_object_is_one_clear_error(tmp_path, text):
+    (tmp_path / "tokenizer.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_huge_file_is_not_read(tmp_path):
+    with open(tmp_path / "tokenizer.json", "wb") as file:
+        file.truncate(T.MAX_FILE + 1)
+    with pytest.raises(ValueError, match="bytes"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def llama_ranks() -> dict[bytes, int]:
+    tokens = [bytes([b]) for b in reversed(range(256))] + [bytes(t) for t in itertools.product(range(256), repeat=2)]
+    tokens += [bytes(t) for t in itertools.islice(itertools.product(range(97, 123), repeat=4), 128_000 - len(tokens))]
+    return {token: rank for rank, token in enumerate(tokens)}
+
+
+def test_llama_3_tokenizer_model(tmp_path):
+    ranks = llama_ranks()
+    (tmp_path / "original").mkdir()
+    (tmp_path / "original" / "tokenizer.model").write_bytes(
+        b"\n".join(base64.b64encode(token) + b" %d" % rank for token, rank in ranks.items()))
+    tok = Tokenizer.from_folder(tmp_path)
+    assert (tok.vocab_size, tok.bos_id, tok.eos_ids, tok.add_bos) == (128_256, 128_000, [128_001], True)
+    assert (tok.special["<|start_header_id|>"], tok.special["<|eot_id|>"], len(tok.special)) == (128_006, 128_009, 256)
+    import tiktoken
+
+    reference = tiktoken.Encoding("x", pat_str=LLAMA3, mergeable_ranks=ranks, special_tokens={})
+    for text in [*HARD, *corpus(9, 200)]:
+        assert tok.encode(text, bos=False) == reference.encode_ordinary(text)
+        assert tok.decode(tok.encode(text)) == text
+
+
+@pytest.mark.parametrize("data, word", [(b"\n\x0e\n\x05<unk>\x15\0\0\0\0", "SentencePiece"), (b"YQ== x",
+                                                                                              "SentencePiece"),
+                                        (b"YQ== 0\nYg== 1", "2 tokens"), (b"", "0 tokens"), (b"YQ==", "SentencePiece")])
+def test_another_tokenizer_model_is_refused_by_name(tmp_path, data, word):
+    (tmp_path / "tokenizer.model").write_bytes(data)
+    with pytest.raises(ValueError, match=word):
+        Tokenizer.from_folder(tmp_path)
+
+
+def mutate(rng: random.Random, node, depth: int = 0):
+    """A copy of a JSON tree with one random place changed."""
+    junk = (None, True, -1, 10**30, 0.5, "", "x", "\ud800", "<|e|>", [], {}, [None], {"type": "ByteLevel"}, [["a"]],
+            float("nan"))
+    if depth and (not isinstance(node, (dict, list)) or not node or rng.random() < 0.15):
+        return rng.choice(junk)
+    if isinstance(node, dict) and node:
+        key = rng.choice(list(node))
+        if rng.random() < 0.15:
+            return {k: v for k, v in node.items() if k != key}
+        return {**node, key: mutate(rng, node[key], depth + 1)}
+    if isinstance(node, list) and node:
+        i = rng.randrange(len(node))
+        return [*node[:i], mutate(rng, node[i], depth + 1), *node[i + 1:]]
+    return rng.choice(junk)
+
+
+def only_value_errors(make, attempts):
+    """Runs make(i) and uses what it makes; anything but a ValueError fails. Returns how many were refused."""
+    refused = 0
+    for i in range(attempts):
+        try:
+            tok = make(i)
+            ids = tok.encode("ab <|e|> é12\n", allow_special=True)
+            assert isinstance(tok.decode(ids), str) and tok.vocab_size >= 0
+            if tok.chat_template is not None:
+                ChatTemplate(tok.chat_template).encode([{"role": "user", "content": "x<|e|>"}], tok)
+        except ValueError:
+            refused += 1
+    return refused
+
+
+def test_damaged_json_ends_in_a_value_error_only():
+    rng = random.Random(11)
+    whole = [tree(post_processor={"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<|e|>"}},
+                                                                           {"Sequence": {}}]},
+                  normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}]}),
+             {"bos_token": {"content": "<|e|>"}, "eos_token": "<|e|>", "chat_template": "{{ messages[0].content }}",
+              "added_tokens_decoder": {"300": {"content": "<|x|>", "special": True, "lstrip": True}},
+              "add_bos_token": True}]
+
+    def make(_):
+        changed = whole
+        for _ in range(rng.randint(1, 3)):
+            changed = mutate(rng, changed, depth=0)
+        data, config = [*changed, None, None][:2] if isinstance(changed, list) else (changed, None)
+        return Tokenizer.from_json(data, config)
+
+    assert only_value_errors(make, 600) > 150
+
+
+def test_damaged_metadata_ends_in_a_value_error_only():
+    rng = random.Random(12)
+    whole = small_gguf(add_bos_token=True, padding_token_id=3, unknown_token_id=4) | {"tokenizer.chat_template": CHATML}
+
+    def make(_):
+        changed = whole
+        for _ in range(rng.randint(1, 3)):
+            changed = mutate(rng, changed, depth=1 if rng.random() < 0.05 else 0)
+        return Tokenizer.from_gguf(changed if isinstance(changed, dict) else {})
+
+    assert only_value_errors(make, 600) > 100
+
+
+def test_damaged_files_end_in_a_value_error_only(tmp_path):
+    rng = random.Random(13)
+    good = {"tokenizer.json": json.dumps(tree()).encode(), "tokenizer_config.json": b'{"eos_token": "<|e|>"}',
+            "tokenizer.model": b"\n".join(base64.b64encode(bytes([b])) + b" %d" % b for b in range(256))}
+
+    def make(i):
+        path = tmp_path / str(i)
+        path.mkdir()
+        for name, data in good.items():
+            data = bytearray(data)
+            for _ in range(rng.randint(0, 3)):
+                at = rng.randrange(len(data))
+                data[at:at + rng.randint(0, 4)] = rng.randbytes(rng.randint(0, 3))
+            if not (name == "tokenizer.json" and i % 3 == 0):
+                (path / name).write_bytes(data)
+        return Tokenizer.from_folder(path)
+
+    assert only_value_errors(make, 150) > 50
+
+
+@pytest.mark.parametrize("template", [5, {"a": "b"}, ["x"], True])
+def test_a_chat_template_that_is_no_text_is_refused(template):
+    with pytest.raises(ValueError, match=r"chat template|damaged"):
+        toy(config={"chat_template": template})
+
+
+def test_a_table_restores_characters_once_control_tokens_are_found():
+    tok = toy(["< |"])
+    disguised, table, end = "a\ue000|im_end|>\ue001<|im_end|>", {0xE000: "<", 0xE001: "b"}, tok.special["<|im_end|>"]
+    assert tok.encode(disguised, allow_special=True, restore=table) == [97, 256, *b"im_end|>b", end]
+    assert tok.encode(disguised, restore=table) == tok.encode(disguised.translate(table))
+
+
+# ------------------------------------------------------------------ streams
+
+def bytes_tokenizer(*pieces: str) -> tuple[Tokenizer, dict[str, int]]:
+    """256 bytes, the given pieces as tokens of their own, <|im_end|>."""
+    vocab = {c: i for i, c in enumerate(T.ALPHABET)}
+    for piece in pieces:
+        vocab.setdefault("".join(T.ALPHABET[b] for b in piece.encode()), len(vocab))
+    tok = ours(library(vocab, [], special=["<|im_end|>"]))
+    return tok, {piece: vocab["".join(T.ALPHABET[b] for b in piece.encode())] for piece in pieces}
+
+
+def deltas(tok: Tokenizer, ids, **options) -> tuple[list[str], StreamDecoder]:
+    stream = StreamDecoder(tok, **options)
+    out = [stream.push(i) for i in ids]
+    out.append(stream.finish())
+    assert "".join(out) == stream.text and stream.finish() == "" and stream.text == "".join(out)
+    return out, stream
+
+
+def test_d01_a_character_split_over_tokens_arrives_whole():
+    """D01 (exo-explore/exo PR #1691, turboderp-org/exllamav3 #171): bytes wait until their character is complete."""
+    tok = toy()
+    ids = [0xF0, 0x9F, 0x98, 0x80, 0xD0, 0xB6, 97]
+    out, stream = deltas(tok, ids)
+    assert out == ["", "", "", "😀", "", "ж", "a", ""] and stream.text == tok.decode(ids)
+
+
+def test_d11_an_incomplete_character_at_the_end():
+    """D11 (Blaizzy/mlx-vlm #1771): the rest is U+FFFD as in decode(), never an exception, never flushed at a space."""
+    tok, piece = bytes_tokenizer(" b")
+    b = piece[" b"]
+    for ids, expected in (([97, 0xE2, 0x82], ["a", "", "", "\ufffd"]), ([0xE2, 0x82, 0xAC, b], ["", "", "€", " b", ""]),
+                          ([0xE2, 0x82, b], ["", "", "\ufffd b", ""]), ([0xFF, 97, 0xC3], ["\ufffd", "a", "",
+                                                                                           "\ufffd"])):
+        out, stream = deltas(tok, ids)
+        assert out == expected and stream.text == tok.decode(ids)
+
+
+@pytest.mark.parametrize("stop, pieces, text", [
+    ("klmnopq", ["klm", "n", "op", "q"], ""), ("\nQ2:", ["ok", "\nQ2", ":", " hi"], "ok"), (" 7 8 9", ["6 7 8 9 0"],
+                                                                                            "6"),
+    ("aab", ["aa", "a", "ab", "c"], "aa"), ("abab", ["aba", "cab", "ab"], "abac"), ("é!", ["caf", "é", "!"], "caf"),
+])
+def test_d03_a_stop_string_spread_over_tokens(stop, pieces, text):
+    """D03 (vllm-project/vllm #3574, ggml-org/llama.cpp #11538): found wherever it falls; no part of it is shown."""
+    tok, ids = bytes_tokenizer(*pieces)
+    out, stream = deltas(tok, [ids[p] for p in pieces], stop=[stop])
+    assert stream.stopped and stream.text == text and "".join(out) == text
+
+
+@pytest.mark.parametrize("stop, pieces, text, stopped", [
+    ("four\nXX", ["two ", "three ", "four"], "two three four", False), ("\n", ["Rome", ".\n"], "Rome.", True),
+    ("Bob:", [" Bob", "?"], " Bob?", False), ("Bob:", [" Bob"], " Bob", False),
+])
+def test_d07_held_back_text_is_shown_at_the_end(stop, pieces, text, stopped):
+    """D07 (ggml-org/llama.cpp PRs #15007, #9867): what waited for a stop string comes out, exactly once."""
+    tok, ids = bytes_tokenizer(*pieces)
+    _, stream = deltas(tok, [ids[p] for p in pieces], stop=[stop])
+    assert (stream.text, stream.stopped) == (text, stopped)
+
+
+def test_d12_a_stop_string_that_is_a_control_token():
+    """D12 (vllm-project/vllm #2123): its id stops, though control tokens are no text; spelled out it stops too."""
+    tok = toy()
+    end = tok.special["<|im_end|>"]
+    out, stream = deltas(tok, [97, end, 98], stop=["<|im_end|>"])
+    assert (out, stream.stopped, stream.stop_ids) == (["a", "", "", ""], True, {end})
+    _, stream = deltas(tok, [97, *b"<|im_end|>", 98], stop=["<|im_end|>"])
+    assert (stream.text, stream.stopped) == ("a", True)
+    out, stream = deltas(tok, [97, end, 98])
+    assert (stream.text, stream.stopped) == ("ab", False)
+    _, stream = deltas(tok, [*b"xST", 0xE2, end], stop=["<|im_end|>", "STOP"])
+    assert (stream.text, stream.stopped) == ("xST\ufffd", True)
+    _, stream = deltas(tok, [97, end, 98], skip_special=False)
+    assert stream.text == "a<|im_end|>b"
+
+
+def test_d15_each_request_has_its_own_state():
+    """D15 (waybarrios/vllm-mlx PRs #109, #195): nothing of one stream shows up in another."""
+    tok = toy()
+    left = StreamDecoder(tok, stop=["xyz"])
+    left.push(0xF0), left.push(0x9F)  # aborted here
+    assert deltas(tok, b"ok")[1].text == "ok"
+    streams = [StreamDecoder(tok), StreamDecoder(tok)]
+    out = [[s.push(b[i]) for s, b in zip(streams, ("😀".encode(), "🙂".encode()))] for i in range(4)]
+    assert out[-1] == ["😀", "🙂"] and out[:3] == [["", ""]] * 3
+
+
+def test_d09_spaces_are_kept_and_a_character_of_the_prompt_is_completed():
+    """D09 (huggingface/transformers #22710): byte-level tokens carry their own spaces, first or not; what continues a
+    prompt is decode(prompt + output) minus decode(prompt)."""
+    tok, ids = bytes_tokenizer(" Hello", " world", "  two")
+    assert deltas(tok, [ids[" Hello"], ids[" world"]], prompt_ids=[97])[0] == [" Hello", " world", ""]
+    assert deltas(tok, [ids["  two"]])[0] == ["  two", ""]
+    assert deltas(tok, [0x98, 0x80, 97], prompt_ids=[*b"abc", 0xF0, 0x9F])[0] == ["", "😀", "a", ""]
+    assert deltas(tok, [97], prompt_ids=[])[0] == ["a", ""]
+
+
+def reference_text(text: str, stops: list[str]) -> str:
+    """The rule by brute force: the first end of any stop string; the longest of those that end there."""
+    for end in range(1, len(text) + 1):
+        if found := [s for s in stops if text[:end].endswith(s)]:
+            return text[:end - max(map(len, found))]
+    return text
+
+
+def test_streams_at_random():
+    """Sum of deltas = final text = brute force, whatever the pieces; nothing shown is ever beyond the final text; and
+    without stop strings it is what decode() says."""
+    tok, ids = bytes_tokenizer("ab", "aba", "b€", "ba b", "\nQ")
+    rng = random.Random(4)
+    choices = [*ids.values(), *b"aab\n ", *"€".encode(), *"😀".encode(), 0xFF, tok.special["<|im_end|>"], 999]
+    for _ in range(3000):
+        answer = rng.choices(choices, k=rng.randint(0, 14))
+        assert deltas(tok, answer)[1].text == tok.decode(answer)
+        stops = ["".join(rng.choices("ab€\n", k=rng.randint(1, 4))) for _ in range(rng.randint(1, 3))]
+        stream, shown, whole = StreamDecoder(tok, stop=stops), "", reference_text(tok.decode(answer), stops)
+        for i in answer:
+            shown += stream.push(i)
+            assert whole.startswith(shown) and "\ufffd" not in shown.replace("\ufffd", "", whole.count("\ufffd"))
+        assert shown + stream.finish() == whole == stream.text
+        assert stream.stopped == (whole != tok.decode(answer))
+
+
+@pytest.mark.parametrize("stop", ["END", [""], [5], [None]])
+def test_stop_must_be_a_list_of_texts(stop):
+    with pytest.raises(ValueError, match="stop"):
+        StreamDecoder(toy(), stop=stop)
+
+
+def test_a_long_stop_string_is_not_slow():
+    tok, stop = toy(), "ab" * 20_000
+    start = time.perf_counter()
+    _, stream = deltas(tok, b"ab" * 19_999 + b"b", stop=[stop])
+    assert stream.text == "ab" * 19_999 + "b" and time.perf_counter() - start < 5
