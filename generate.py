@@ -68,7 +68,7 @@ def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", 
         raise ValueError(f"dtype {dtype!r} is unknown; known are auto, {', '.join(DTYPES)}")
     dtype = DTYPES[dtype] if dtype != "auto" else torch.bfloat16 if _native_bfloat16(device) else torch.float32
     if os.path.isfile(path) and not path.endswith(".safetensors"):
-        with gguf.GGUF(path) as file:
+        with gguf.GGUF(path, dtype) as file:
             config = Config.from_dict(file.config)
             tokenizer = Tokenizer.from_gguf(file.metadata)
             model = Llama.from_tensors(config, file, dtype, device)

@@ -453,7 +453,7 @@ SMALL_STEP, LARGE_STEP, LARGE = 30720, 1 << 22, 1 << 24
 
 class GGUF(collections.abc.Mapping):
     """
-    An open GGUF file: a Mapping from Hugging Face names to float32 tensors, each decoded when asked for and owned by
+    An open GGUF file: a Mapping from Hugging Face names to tensors of `dtype`, each decoded when asked for and owned by
     the caller; `len`, `in` and iteration over the names decode nothing. On opening, whatever is damaged, unsupported or
     contradictory is one ValueError with the file and the key or tensor in it; a missing file is a FileNotFoundError.
 
@@ -462,8 +462,8 @@ class GGUF(collections.abc.Mapping):
     file must not be shortened while it is open: the system ends a process that reads a mapping past its file.
     """
 
-    def __init__(self, path: str):
-        self.path = os.fspath(path)
+    def __init__(self, path: str, dtype: torch.dtype = torch.float32):
+        self.path, self.dtype = os.fspath(path), dtype
         if not os.path.exists(self.path):
             raise FileNotFoundError(f"{self.path}: no such file")
         if not os.path.isfile(self.path) or os.path.getsize(self.path) == 0:
@@ -566,7 +566,7 @@ class GGUF(collections.abc.Mapping):
         return {"codes": codes, "scales": scales, "zeros": zeros}
 
     def __getitem__(self, name):
-        return self.tensor(name)
+        return self.tensor(name, self.dtype)
 
     def __contains__(self, name):  # Mapping's own would decode the tensor to find out
         return name in self._names

@@ -332,6 +332,8 @@ def test_every_tensor_of_every_architecture_and_type(path, arch, bias, tied, kin
             expected = expected_tensor(t, arch, 4, 2)
             assert same_bits(g[hf_name(name)], expected)
             assert torch.equal(g.tensor(hf_name(name), dtype=torch.bfloat16), expected.bfloat16())
+            with gguf.GGUF(path, torch.bfloat16) as narrow:
+                assert torch.equal(narrow[hf_name(name)], expected.bfloat16())
         assert g.infos["blk.1.ffn_down.weight"][:4] == ("blk.1.ffn_down.weight", (64, 96), TYPE[kind], kind)
         assert g.config == {
             "model_type": arch, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
