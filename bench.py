@@ -45,7 +45,7 @@ def card() -> dict:
             cpu = next((line.split(":", 1)[1].strip() for line in f if line.startswith("model name")), None)
     except OSError:
         cpu = None
-    changed = quoted(["git", "status", "--porcelain", "--untracked-files=no"])
+    changed = quoted(["git", "status", "--porcelain", "--untracked-files=normal"])
     commit = quoted(["git", "rev-parse", "--short", "HEAD"])
     return {"cpu": cpu or platform.processor() or platform.machine(), "cores": os.cpu_count(),
             "threads": torch.get_num_threads(), "read_GB_per_s": round(read_bandwidth(), 1),
@@ -132,17 +132,20 @@ class Transformers:
 class LlamaCpp:
     """llama.cpp through llama-cpp-python on the same GGUF file."""
 
-    def __init__(self, model_path: str, flash: bool):
+    def __init__(self, model_path: str, flash: bool, context: int):
         import llama_cpp
+        import numpy
 
+        self.logits = lambda: numpy.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self.model.ctx, -1),
+                                                       (self.model.n_vocab(),))
         threads = torch.get_num_threads()
         self.name = f"llama.cpp ({llama_cpp.__version__}) flash {'on' if flash else 'off'}"
-        self.model = llama_cpp.Llama(model_path, n_ctx=2048, n_batch=512, n_ubatch=512, n_threads=threads,
+        self.model = llama_cpp.Llama(model_path, n_ctx=context, n_batch=512, n_ubatch=512, n_threads=threads,
                                      n_threads_batch=threads, flash_attn=flash, verbose=False)
 
     def _extend(self, ids: Sequence[int]) -> int:
         self.model.eval(ids)
-        return int(torch.from_numpy(self.model._scores[-1]).argmax())
+        return int(self.logits().argmax())
 
     def prefill(self, ids: Sequence[int]) -> int:
         self.model.reset()
@@ -157,16 +160,17 @@ class LlamaCpp:
 
 def latency(args: argparse.Namespace) -> dict:
     llm, path = generate.load(args.model, dtype=args.dtype), checkpoint.resolve(args.model)
+    longest = max(args.prompt, max(args.contexts) + args.tokens)
+    if longest > llm.context or min(args.contexts) < 1:
+        raise ValueError(f"contexts must be from 1 on and reach {longest} tokens here; the model's is {llm.context}")
     engines = [Ours(llm)]
     if "transformers" in args.peer:
         engines.append(_peer("transformers", lambda: Transformers(path, llm.dtype)))
     if "llama.cpp" in args.peer:
         if not os.path.isfile(path):
             raise ValueError("llama.cpp needs a .gguf file; give one with --model")
-        engines += [_peer("llama-cpp-python", lambda f=flash: LlamaCpp(path, f)) for flash in (False, True)]
-    longest = max(args.prompt, max(args.contexts) + args.tokens)
-    if longest > llm.context or min(args.contexts) < 1:
-        raise ValueError(f"contexts must be from 1 on and reach {longest} tokens here; the model's is {llm.context}")
+        for flash in (False, True):
+            engines.append(_peer("llama-cpp-python", lambda f=flash: LlamaCpp(path, f, longest + 8)))
     ids = [5 + (i * 7919) % (llm.model.config.vocab_size - 5) for i in range(longest)]
     columns = [f"prefill {args.prompt}", *(f"decode at {c}" for c in args.contexts)]
     speeds = {engine.name: {column: [] for column in columns} for engine in engines}
@@ -252,6 +256,8 @@ def perplexity(args: argparse.Namespace) -> dict:
         print(f"\rwindow {i + 1}/{len(windows)}, perplexity so far {math.exp(statistics.fmean(losses)):.3f}",
               end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
+    if not math.isfinite(sum(losses)):
+        raise ValueError("the model's logits are not finite: damaged weights, or a dtype too narrow for this model")
     result = {"file": os.path.basename(args.file), "windows": len(windows), "window": args.window,
               "dtype": str(llm.dtype).removeprefix("torch."), "model": llm.name,
               "perplexity": round(math.exp(statistics.fmean(losses)), 4)}
@@ -263,7 +269,7 @@ def perplexity(args: argparse.Namespace) -> dict:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = generate._Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--model", metavar="PATH", help="as in generate.py (default: SmolLM2-135M-Instruct)")
@@ -292,7 +298,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for key, value in head.items():
             print(f"{key:14} {value}")
         result = args.run(args)
-    except (ValueError, OSError) as error:
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     print("\n" + json.dumps({"command": args.command, **result, "card": head}))

@@ -27,6 +27,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import index
+
+if __name__ == "__main__":  # Ctrl-C while torch is imported just ends the program; `main` then takes over
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 
@@ -56,14 +60,16 @@ def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", 
     device   auto (cuda if there is one, else cpu) or a torch device
     context  most tokens of one conversation; None: the model's own, or what fits 2 GiB of KV cache
     """
-    path = checkpoint.resolve(path)
+    asked, path = path, checkpoint.resolve(path)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
+        if str(device).split(":")[0] not in ("cpu", "cuda"):
+            raise RuntimeError("it is neither cpu nor cuda nor cuda:N")
         device = torch.device(device)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {str(device)!r} cannot be used here ({str(error).splitlines()[0]})") from None
+        raise ValueError(f"device {str(device)!r} cannot be used: {str(error).splitlines()[0]}") from None
     if dtype not in ("auto", *DTYPES):
         raise ValueError(f"dtype {dtype!r} is unknown; known are auto, {', '.join(DTYPES)}")
     dtype = DTYPES[dtype] if dtype != "auto" else torch.bfloat16 if _native_bfloat16(device) else torch.float32
@@ -76,19 +82,21 @@ def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", 
     else:
         folder = checkpoint.load(path)
         config = Config.from_dict(folder.config)
-        tokenizer = Tokenizer.from_folder(folder.path)
+        tokenizer = Tokenizer.from_folder(path if os.path.isdir(path) else os.path.dirname(path) or ".")
         model = Llama.from_tensors(config, folder.tensors, dtype, device)
         generation = folder.generation
         ends = generation.get("eos_token_id")
         ends = folder.config.get("eos_token_id") if ends is None else ends
     ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    if not all(type(i) is int for i in ends):
+        raise ValueError(f"{path}: eos_token_id is {ends}, but must be token ids")
     per_token = 2 * config.n_layer * config.n_kv_head * config.head_dim * torch.finfo(dtype).bits // 8
     if context is None:
         context = max(1, min(config.max_seq_len, KV_BYTES // per_token))
     if not 1 <= context <= config.max_seq_len:
         why = f" (a sliding window of {config.sliding_window})" if config.sliding_window else ""
         raise ValueError(f"a context of {context} tokens was asked for; this model has 1 to {config.max_seq_len}{why}")
-    name = os.path.basename(os.path.normpath(path))
+    name = asked if asked and not os.path.exists(asked) else os.path.basename(os.path.abspath(path))
     return LLM(model.fuse_(), tokenizer, name, context, {*ends, *tokenizer.eos_ids}, _sampling_defaults(generation))
 
 
@@ -122,6 +130,8 @@ class LLM:
 
     def encode(self, prompt: str, *, raw: bool = False, system: str | None = None) -> list[int]:
         """Ids of a prompt: through the chat template, or as it is if raw."""
+        if raw and system is not None:
+            raise ValueError("a system message needs the chat template, which raw leaves out")
         if raw:
             return self.tokenizer.encode(prompt)
         messages = [{"role": "system", "content": system}] if system is not None else []
@@ -152,12 +162,17 @@ class LLM:
                     raise
         return answers
 
+    def forget(self, seq: str) -> None:
+        """Give back what a conversation kept in the KV cache."""
+        self.cache.free(seq)
+
     def answer(self, prompt_ids: Sequence[int], *, seq: str | None = None, max_tokens: int | None = None,
-               stop: Sequence[str] = (), seed: int | None = None, logprobs: int | None = None, **options) -> Answer:
+               stop: Sequence[str] | None = None, seed: int | None = None, logprobs: int | None = None,
+               **options) -> Answer:
         """An Answer to the prompt: iterate over it to get its text as it is made.
 
         seq         name of a conversation kept in the KV cache: what prompt_ids share with it is not computed again.
-                    None: nothing is kept.
+                    The cache has room for one context, so keep one at a time and `forget` it; None keeps nothing.
         max_tokens  most tokens to generate, the stop token included; None: what the context holds
         stop        strings that end the answer; they and what follows are not part of its text
         seed        None draws a fresh one; the same seed, prompt and options give the same answer
@@ -167,15 +182,22 @@ class LLM:
         Raises ValueError for an empty or too long prompt, ids outside the vocabulary and unknown or senseless options.
         """
         V = self.model.config.vocab_size
-        ids = [int(i) for i in prompt_ids]
+        try:
+            ids = [index(i) for i in prompt_ids]
+            max_tokens, seed, logprobs = (x if x is None else index(x) for x in (max_tokens, seed, logprobs))
+        except TypeError as error:
+            raise ValueError(f"prompt ids, max_tokens, seed and logprobs are whole numbers: {error}") from None
         if not ids:
             raise ValueError("the prompt is empty; give at least one token")
         bad = next((i for i in ids if not 0 <= i < V), None)
         if bad is not None:
             raise ValueError(f"token id {bad} is outside the model's vocabulary of {V}")
         if len(ids) > self.context:
-            raise ValueError(f"the prompt has {len(ids)} tokens, but the context is {self.context}; shorten it or, "
-                             "if memory limits the context, raise --context")
+            c, why = self.model.config, "as --context says or memory allows"
+            if self.context == c.max_seq_len:
+                why = "the model's own" if self.context != c.sliding_window else "the model's sliding window"
+            raise ValueError(f"the prompt has {len(ids)} tokens, but the context is {self.context}, {why}; "
+                             "shorten it")
         if max_tokens is not None and max_tokens < 0:
             raise ValueError(f"max_tokens is {max_tokens}, but must be 0 or more")
         if logprobs is not None and not 0 <= logprobs <= V:
@@ -186,7 +208,7 @@ class LLM:
         options = {**self.defaults, **{k: v for k, v in options.items() if v is not None}}
         room = self.context + 1 - len(ids)  # the last token's own K/V is never needed
         limit = room if max_tokens is None else min(max_tokens, room)
-        stop = [stop] if isinstance(stop, str) else list(stop)
+        stop = [stop] if isinstance(stop, str) else list(stop or ())
         seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed
         return Answer(self, ids, seq, limit, StreamDecoder(self.tokenizer, stop), seed, logprobs,
                       sampling.params([options], V))
@@ -212,8 +234,9 @@ class Answer:
     cached: int = 0  # prompt tokens that were in the KV cache already
     logprobs: list[dict] = field(default_factory=list)  # a dict {"id", "logprob", "top"} a token, if asked for
     abort: bool = False
+    started: bool = False
     ttft_s: float | None = None  # time to first token, in seconds
-    decode_s: float = 0.0  # from the first token to the last
+    decode_s: float = 0.0  # spent on the tokens after the first
 
     @property
     def text(self) -> str:
@@ -225,6 +248,9 @@ class Answer:
         return (len(self.ids) - 1) / self.decode_s if len(self.ids) > 1 and self.decode_s > 0 else None
 
     def __iter__(self) -> Iterator[str]:
+        if self.started:
+            raise ValueError("an answer can be iterated over once; its text and ids are in .text and .ids")
+        self.started = True
         cache, seq = self.llm.cache, self.seq if self.seq is not None else self
         try:
             if seq not in cache:
@@ -247,7 +273,7 @@ class Answer:
                 cache.free(seq)
 
     def _loop(self, cache: PagedKVCache, seq) -> Iterator[str]:
-        begin = time.perf_counter()
+        begin = time.perf_counter()  # of this token; the time that the reader takes with a piece is not counted
         held = cache.tokens(seq)
         self.cached = next((i for i, (a, b) in enumerate(zip(held, self.prompt_ids[:-1])) if a != b),
                            min(len(held), len(self.prompt_ids) - 1))  # at least one token is left to compute
@@ -259,15 +285,16 @@ class Answer:
                 break
             token = self._draw(logits)
             self.ids.append(token)
-            now = time.perf_counter()
+            seconds, new = time.perf_counter() - begin, [token]
             if self.ttft_s is None:
-                self.ttft_s, first = now - begin, now
-            self.decode_s = now - first
-            new = [token]
+                self.ttft_s = seconds
+            else:
+                self.decode_s += seconds
             if token in self.llm.eos_ids or token in self.decoder.stop_ids:
                 self.finish_reason = "stop"
                 return
             yield self.decoder.push(token)
+            begin = time.perf_counter()
             if self.decoder.stopped:
                 self.finish_reason = "stop"
                 return
@@ -321,17 +348,18 @@ EXAMPLES = """examples:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # one line, not a page of usage
-        self.exit(2, f"error: {message} (--help lists the flags)\n")
+        self.exit(2, f"error: {' '.join(message.split())} (--help lists the flags)\n")
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _Parser(description="Text from a language model.", epilog=EXAMPLES, allow_abbrev=False,
                      formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=110))
     add = parser.add_argument
-    add("prompt", nargs="?", help="the question; without one, standard input if piped, else a conversation")
+    add("prompt", nargs="?", help="the question; without one, what is piped in, else a conversation")
     add("--model", metavar="PATH", help="a .gguf file, a Hugging Face folder, or org/model (default: "
                                         "SmolLM2-135M-Instruct, fetched once, 98 MB)")
-    add("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    add("--raw", action="store_true", help="continue the prompt as it is, without the chat template; "
+        "special tokens in it are plain text")
     add("--system", metavar="TEXT", help="system message (default: the template's own)")
     add("--max-tokens", type=int, default=512, metavar="N", help="most tokens to generate (default: 512)")
     own = "(default: the model's generation_config, else {})"
@@ -371,7 +399,8 @@ def _options(args: argparse.Namespace) -> dict:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    if sys.stderr is not None:  # closed
+        print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -408,8 +437,15 @@ def _statistics(llm: LLM, answer: Answer) -> str:
     return " | ".join([*parts, f"{len(answer.ids)} tokens{speed}", f"{answer.finish_reason}"])
 
 
+def _note_idle_flags(llm: LLM, args: argparse.Namespace) -> None:
+    idle = [f for f in ("top_k", "top_p", "min_p", "seed") if getattr(args, f) is not None]
+    if idle and args.temperature is None and llm.defaults.get("temperature") == 0 and not args.quiet:
+        _say(f"note: --{idle[0].replace('_', '-')} changes nothing at temperature 0; add --temperature")
+
+
 def _one(llm: LLM, prompt: str, args: argparse.Namespace) -> int:
     answer = llm.answer(llm.encode(prompt, raw=args.raw, system=args.system), **_options(args))
+    _note_idle_flags(llm, args)
     if args.json:
         with _ctrl_c_aborts(answer):
             for _ in answer:
@@ -418,7 +454,8 @@ def _one(llm: LLM, prompt: str, args: argparse.Namespace) -> int:
                   "finish_reason": answer.finish_reason, "ttft_s": answer.ttft_s, "tokens_per_s": answer.tokens_per_s}
         if args.logprobs is not None:
             result["logprobs"] = answer.logprobs
-        print(json.dumps(result, ensure_ascii=False), flush=True)
+        unicode = (sys.stdout.encoding or "").lower() in ("utf-8", "utf8")
+        print(json.dumps(result, ensure_ascii=not unicode), flush=True)
     else:
         _stream(answer)
     if not args.quiet:
@@ -436,10 +473,12 @@ def _fit(llm: LLM, messages: Sequence[dict], room: int) -> tuple[list[int], list
             break
         del turns[: 2 if turns[1]["role"] == "assistant" else 1]
     if len(ids) > llm.context:
-        raise ValueError(f"this message alone makes {len(ids)} tokens, but the context is {llm.context}; shorten it")
+        raise ValueError(f"this message{' and the system message make' if system else ' alone makes'} {len(ids)} "
+                         f"tokens, but the context is {llm.context}; shorten it")
     dropped = len(messages) - len(system) - len(turns)
     if dropped:
-        _say(f"(the oldest {dropped} messages no longer fit the context of {llm.context} tokens and were dropped)")
+        _say(f"(no longer within the context of {llm.context} tokens, dropped: the oldest {dropped} message"
+             f"{'s' if dropped > 1 else ''})")
     return ids, [*system, *turns]
 
 
@@ -447,35 +486,47 @@ def _chat(llm: LLM, args: argparse.Namespace) -> int:
     """A conversation. Its history stays in the KV cache: of each turn only the new part is computed."""
     with suppress(ImportError):
         import readline  # noqa: F401  line editing in input()
-    if args.raw:
-        raise ValueError("a conversation needs the chat template; give a prompt with --raw")
+    if args.raw or args.json:
+        raise ValueError(f"give a prompt with {'--raw' if args.raw else '--json'}; a conversation goes without")
+    messages = [{"role": "system", "content": args.system}] if args.system is not None else []
+    options, turn = _options(args), 0
+    llm.answer(llm.encode_chat([*messages, {"role": "user", "content": ""}]), **options)  # mistakes show now, not later
+    _note_idle_flags(llm, args)
     if not args.quiet:
         _say(f"{llm.name}, context {llm.context} tokens. Ctrl-C ends an answer, Ctrl-D the conversation.")
-    messages = [{"role": "system", "content": args.system}] if args.system is not None else []
     while True:
         try:
             text = input("> ")
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             print()
             return 0
+        except KeyboardInterrupt:
+            print()
+            continue
         if not text.strip():
             continue
         try:
             asked = [*messages, {"role": "user", "content": text}]
             ids, kept = _fit(llm, asked, min(args.max_tokens, llm.context // 4))
-            answer = llm.answer(ids, seq="chat", **_options(args))
+            answer = llm.answer(ids, seq="chat", **options)
             _stream(answer)
         except (ValueError, ArithmeticError, RuntimeError) as error:  # the conversation stays as it was
             if args.debug:
                 raise
             _say(f"error: {error}")
             continue
-        messages = [*kept, {"role": "assistant", "content": answer.text}]
+        if answer.text:  # an answer that was ended before it began leaves no trace
+            messages = [*kept, {"role": "assistant", "content": answer.text}]
+        if args.seed is not None:  # each turn its own randomness, all of it from one seed
+            turn += 1
+            options["seed"] = args.seed + turn
         if not args.quiet:
             _say(_statistics(llm, answer))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     args = _arguments(argv)
     warnings.showwarning = lambda message, *_, **__: _say(f"note: {message}")
     for stream in (sys.stdout, sys.stderr):
@@ -485,8 +536,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.threads:
             torch.set_num_threads(args.threads)
         prompt = args.prompt
+        if sys.stdout is None or (prompt is None and sys.stdin is None):
+            raise ValueError("standard output, or standard input without a prompt, is closed")
         if prompt is None and not sys.stdin.isatty():
-            prompt = sys.stdin.read().strip("\n")
+            prompt = sys.stdin.read() if args.raw else sys.stdin.read().strip("\n")
         if prompt is not None and not prompt.strip() and not args.raw:
             raise ValueError("the prompt is empty")
         llm = load(args.model, dtype=args.dtype, device=args.device, context=args.context)

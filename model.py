@@ -429,8 +429,10 @@ class Llama(nn.Module):
         surplus = [n for n in tensors if n not in wanted and not n.endswith("rotary_emb.inv_freq")]
         if config.tie_embeddings and "lm_head.weight" in surplus:
             surplus.remove("lm_head.weight")
-            warnings.warn("the head is tied to the embedding: the checkpoint's own lm_head.weight is not used",
-                          stacklevel=2)
+            head, embedding = tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]
+            if head.dtype != embedding.dtype or not torch.equal(head, embedding):
+                warnings.warn("the head is tied to the embedding: the checkpoint's own lm_head.weight is not used",
+                              stacklevel=2)
         if surplus:
             raise ValueError(f"the checkpoint has {len(surplus)} tensors that its config does not explain, "
                              f"first {surplus[0]}")

@@ -50,6 +50,22 @@ def test_the_engines_compute_the_same_tokens(folder):
     assert answers[0] == answers[1]
 
 
+def test_llama_cpp_continues_with_our_tokens(default_gguf):
+    pytest.importorskip("llama_cpp")
+    ours = bench.Ours(generate.load(default_gguf, dtype="float32"))
+    ids = ours.llm.encode("The capital of France is", raw=True)
+    peer = bench.LlamaCpp(default_gguf, False, 64)
+    tokens, theirs = [ours.prefill(ids)], [peer.prefill(ids)]
+    for _ in range(8):
+        theirs.append(peer.decode(tokens[-1]))  # fed with our tokens
+        tokens.append(ours.decode(tokens[-1]))
+    with torch.inference_mode():
+        logits = ours.llm.model(torch.tensor([ids + tokens]))[0, len(ids) - 1: -1]
+    best = logits.max(-1).values - logits.gather(1, torch.tensor(theirs)[:, None])[:, 0]
+    assert tokens == logits.argmax(-1).tolist() and best.max() < 1, "llama.cpp rounds activations to 8 bits, no more"
+    assert theirs[0] == tokens[0] and sum(a == b for a, b in zip(tokens, theirs)) >= 7
+
+
 def test_perplexity_is_the_exponential_of_the_mean_loss(capsys, folder, tmp_path):
     text = "The quick brown fox jumps over the lazy dog. " * 4
     (tmp_path / "text.txt").write_text(text)
@@ -66,7 +82,8 @@ def test_perplexity_is_the_exponential_of_the_mean_loss(capsys, folder, tmp_path
 
 @pytest.mark.parametrize("argv, mentions", [
     (["perplexity", "nowhere.txt"], "nowhere.txt"), (["perplexity", "pydoc", "--window", "0"], "--window"),
-    (["latency", "--rounds", "0"], "--rounds"), (["latency", "--peer", "llama.cpp"], ".gguf"),
+    (["latency", "--rounds", "0"], "--rounds"),
+    (["latency", "--peer", "llama.cpp", "--prompt", "8", "--contexts", "4"], ".gguf"),
     (["latency", "--prompt", "1000"], "1000"),
 ])
 def test_wrong_input_is_one_line_and_exit_code_2(capsys, folder, argv, mentions):

@@ -163,6 +163,57 @@ def test_penalties_see_prompt_and_output(llm):
     assert not set(answer.ids) & set(answer.prompt_ids)
 
 
+def test_d16_ids_include_the_stop_token_and_text_does_not(llm):
+    """D16 (lvyufeng/PocketLLM PR #133; InternLM/lmdeploy PR #1823): one rule for ids, text, logprobs and reason; both
+    follow-ups, with and without the end token, equal their cold runs."""
+    free = naive(llm, list(b"hello"), 12)
+    llm.eos_ids = {free[4]}
+    stop = free.index(free[4])
+    first = llm.answer(list(b"hello"), seq="chat", logprobs=1)
+    text = "".join(first)
+    assert first.ids == free[: stop + 1] and text == llm.tokenizer.decode(free[:stop])
+    assert len(first.logprobs) == len(first.ids) and first.finish_reason == "stop"
+    for tail in (first.ids[:-1], first.ids):
+        prompt = first.prompt_ids + tail + list(b"!")
+        warm, cold = llm.answer(prompt, seq="chat", max_tokens=4), llm.answer(prompt, max_tokens=4)
+        list(warm)
+        llm.cache.trim("chat", len(first.prompt_ids) + stop)
+        assert warm.cached == len(first.prompt_ids) + stop
+        llm.forget("chat")
+        list(cold)
+        assert warm.ids == cold.ids
+        list(llm.answer(first.prompt_ids + first.ids, seq="chat", max_tokens=0))
+        list(llm.answer(first.prompt_ids, seq="chat"))
+
+
+def test_an_answer_is_iterated_over_once_and_its_speed_is_its_own(llm):
+    answer = llm.answer(list(b"hello"), max_tokens=4)
+    for _ in answer:
+        time.sleep(0.2)
+    assert answer.decode_s < 0.2, "the reader's time is not the model's"
+    with pytest.raises(ValueError, match="once"):
+        list(answer)
+
+
+@pytest.mark.parametrize("wrong", [{"seed": 1.5}, {"seed": "x"}, {"logprobs": 1.5}, {"max_tokens": 2.5},
+                                   {"max_tokens": "3"}, {"stop": [""]}])
+def test_wrong_arguments_are_found_at_the_door(llm, wrong):
+    with pytest.raises(ValueError):
+        llm.answer(list(b"hello"), **wrong)
+    with pytest.raises(ValueError):
+        llm.answer([1.7, 2.2])
+    with pytest.raises(ValueError):
+        llm.answer("12")
+    with pytest.raises(ValueError, match="raw"):
+        llm.generate("x", raw=True, system="s")
+
+
+def test_a_single_safetensors_file(folder, llm):
+    alone = generate.load(str(Path(folder) / "model.safetensors"), dtype="float64")
+    assert alone.generate("hi", max_tokens=5)[0].ids == llm.generate("hi", max_tokens=5)[0].ids
+    assert alone.name == "model.safetensors"
+
+
 def test_abort_keeps_what_was_made(llm):
     answer = llm.answer(list(b"hello"), max_tokens=30)
     for i, _ in enumerate(answer):
@@ -359,10 +410,10 @@ def talk(capsys, monkeypatch, folder, lines: list[str], *flags) -> tuple[int, st
     typed = iter(lines)
 
     def fake_input(prompt=""):
-        try:
-            return next(typed)
-        except StopIteration:
-            raise EOFError from None
+        line = next(typed, EOFError)
+        if isinstance(line, str):
+            return line
+        raise line
 
     monkeypatch.setattr(sys, "stdin", Terminal())
     monkeypatch.setattr("builtins.input", fake_input)
@@ -377,12 +428,39 @@ def test_a_conversation_computes_only_the_new_turn(capsys, monkeypatch, tmp_path
     assert "cached" not in lines[0] and "cached" in lines[1]
 
 
+@pytest.mark.parametrize("flags, mentions", [(["--top-p", "7"], "7"), (["--max-tokens", "-1"], "-1"),
+                                             (["--raw"], "--raw"), (["--json"], "--json"),
+                                             (["--system", "x" * 2000], "2029 tokens")])
+def test_a_conversation_that_cannot_work_does_not_begin(capsys, monkeypatch, folder, flags, mentions):
+    code, out, err = talk(capsys, monkeypatch, folder, ["hi"], *flags)
+    assert code == 2 and out == "" and err.count("\n") == 1 and mentions in err
+
+
+def test_ctrl_c_at_the_prompt_or_before_the_first_token_costs_no_history(capsys, monkeypatch, tmp_path):
+    folder = tiny_folder(tmp_path / "m", max_position_embeddings=1024)
+    asked, encode = [], generate.LLM.encode_chat
+    monkeypatch.setattr(generate.LLM, "encode_chat", lambda llm, m: asked.append(list(m)) or encode(llm, m))
+    extend, aborted = generate.Answer._extend, []
+
+    def abort_second(answer, cache, seq, new):
+        if "two" in asked[-1][-1]["content"] and not aborted:
+            aborted.append(1)
+            answer.abort = True
+        return extend(answer, cache, seq, new)
+
+    monkeypatch.setattr(generate.Answer, "_extend", abort_second)
+    code, _, err = talk(capsys, monkeypatch, folder, ["one", KeyboardInterrupt, "two", "three"], "--max-tokens", "5")
+    assert code == 0 and aborted
+    roles = [m["role"] for m in asked[-1]]
+    assert roles == ["user", "assistant", "user"] and [m["content"] for m in asked[-1]][::2] == ["one", "three"]
+
+
 def test_a_long_conversation_drops_its_oldest_turns_and_says_so(capsys, monkeypatch, tmp_path):
     folder = tiny_folder(tmp_path / "m", max_position_embeddings=200)
     code, out, err = talk(capsys, monkeypatch, folder, ["word " * 6, "more " * 6, "last " * 6, "x" * 500, "fine"],
                           "--max-tokens", "10", "--system", "S")
     assert code == 0
-    assert "were dropped" in err and "200" in err
+    assert "dropped: the oldest" in err and "200" in err
     assert err.count("error: ") == 1 and "tokens, but the context is 200" in err, "one turn too long is not fatal"
     assert "cached" in err.splitlines()[-1], "and it costs no history"
     assert err.count(" | prompt ") == 4
@@ -405,6 +483,35 @@ def test_ctrl_c_ends_the_answer_with_dignity(default_gguf):
     assert "abort" in err and "Traceback" not in err
 
 
+def test_ctrl_c_while_starting_up_shows_no_traceback(default_gguf):
+    for seconds in (0.2, 0.6, 1.2):
+        process = start("hi", "--max-tokens", "2000", "--temperature", "1")
+        time.sleep(seconds)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode in (130, -signal.SIGINT) and "Traceback" not in err and "terminate" not in err
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-"])
+def test_closed_standard_streams_are_one_line(folder, closed):
+    prompt = "x" if closed == ">&-" else ""
+    command = f"exec {sys.executable} {ROOT / 'generate.py'} {prompt} --model {folder} --max-tokens 2"
+    result = subprocess.run(["sh", "-c", f"{command} {closed}"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2 and result.stderr.startswith("error: ") and "closed" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_json_survives_a_terminal_that_is_not_utf_8(folder):
+    command = [sys.executable, str(ROOT / "generate.py"), "x", "--model", folder, "--json", "--quiet", "--max-tokens",
+               "9", "--temperature", "2", "--seed", "3"]
+    results = []
+    for encoding in ("utf-8", "latin-1"):
+        environment = {**os.environ, "PYTHONIOENCODING": encoding}
+        done = subprocess.run(command, capture_output=True, timeout=60, env=environment)
+        results.append(json.loads(done.stdout.decode(encoding))["text"])
+    assert results[0] == results[1]
+
+
 def test_a_closed_pipe_is_no_error(default_gguf):
     process = start("Count to one hundred.", "--max-tokens", "60", "--quiet")
     process.stdout.read(1)
@@ -413,11 +520,12 @@ def test_a_closed_pipe_is_no_error(default_gguf):
     assert process.stderr.read() == ""
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux to tell the peak of one program")
 def test_peak_memory_of_the_default_model(default_gguf):
     """One answer in the default dtype stays below 1.2 GB, Python and torch included."""
-    code = ("import resource, sys, generate;"
+    code = ("import re, sys, generate;"
             "code = generate.main(['Why is the sky blue?', '--max-tokens', '24', '--quiet']);"
-            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(code)")
+            "print(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1]); sys.exit(code)")
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert int(result.stdout.split()[-1]) * 1024 < 1.2e9
