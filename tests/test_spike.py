@@ -75,7 +75,12 @@ def load(path: str, packed: bool) -> Llama:
 
 def new_cache(model: Llama) -> PagedKVCache:
     c = model.config
-    return PagedKVCache(c.n_layer, c.n_kv_head, c.head_dim, WINDOW // 16, 16, dtype=torch.bfloat16)
+    cache = PagedKVCache(c.n_layer, c.n_kv_head, c.head_dim, WINDOW // 16, 16, dtype=torch.bfloat16)
+    for pool in (*cache.k, *cache.v):
+        # subtle: a step of fixed size reads slots that nobody has written. Masking their scores does not help against
+        # a NaN that happens to lie there (0 * NaN is NaN), so such a step needs a pool that was zeroed once.
+        pool.zero_()
+    return cache
 
 
 def whole_step(model: Llama):
@@ -110,31 +115,39 @@ def prefill(model, cache, ids):
 
 
 @torch.inference_mode()
-def eager_tokens(model, cache, token, n):
-    """n further greedy tokens after `token`, and the seconds of each step."""
-    tokens, seconds = [], []
-    for _ in range(n):
+def eager_steps(model, cache, token, n, forced=None):
+    """n greedy steps from `token` on (or along the `forced` tokens): the logits (n, V) and the seconds of each."""
+    logits, seconds = [], []
+    for i in range(n):
         begin = time.perf_counter()
         step = cache.extend({"a": [token]})
-        token = int(model(step.tokens, step.positions, step.attend, step.last()).argmax())
+        logits.append(model(step.tokens, step.positions, step.attend, step.last())[0])
+        token = int(logits[-1].argmax()) if forced is None else forced[i]
         cache.commit(step)
-        tokens.append(token)
         seconds.append(time.perf_counter() - begin)
-    return tokens, seconds
+    return torch.stack(logits), seconds
 
 
 @torch.inference_mode()
-def compiled_tokens(step, cache, token, n):
+def compiled_steps(step, cache, token, n, forced=None):
     """The same through the compiled step, which shares the cache's tensors."""
-    tokens, seconds = [], []
-    begin_length = cache.length("a")
-    for position in range(begin_length, begin_length + n):
+    logits, seconds = [], []
+    for i in range(n):
         begin = time.perf_counter()
+        position = cache.length("a") + i
         mask = (torch.arange(WINDOW) <= position)[None]
-        token = int(step(torch.tensor([token]), torch.tensor([position]), mask, cache.k, cache.v).argmax())
-        tokens.append(token)
+        logits.append(step(torch.tensor([token]), torch.tensor([position]), mask, cache.k, cache.v)[0].clone())
+        token = int(logits[-1].argmax()) if forced is None else forced[i]
         seconds.append(time.perf_counter() - begin)
-    return tokens, seconds
+    return torch.stack(logits), seconds
+
+
+def same_but_for_ties(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """The likeliest tokens of logits a and b (n, V) are equal, but for steps where a's two best are a rounding apart:
+    logits near 20 are 0.125 apart in bfloat16."""
+    a, b = a.float(), b.float()
+    gap = a.max(-1).values - a.gather(1, b.argmax(-1, keepdim=True))[:, 0]
+    return bool((gap <= 0.25).all()) and int((gap == 0).sum()) >= len(a) - 3
 
 
 @pytest.mark.slow
@@ -143,25 +156,28 @@ def test_whole_step_compiles_in_place_and_gives_eagers_tokens(default_gguf, pack
     model = load(default_gguf, packed)
     cache = new_cache(model)
     first = prefill(model, cache, PROMPT)
-    k_pointers = [k.data_ptr() for k in cache.k]
+    keys, addresses = cache.k[29].flatten(0, 1), [k.data_ptr() for k in cache.k]
+    eager, _ = eager_steps(model, cache, first, 24)
+    tokens = eager.argmax(-1).tolist()
+    by_eager = keys[len(PROMPT): len(PROMPT) + 24].clone()
+    cache.trim("a", len(PROMPT))
+    keys[len(PROMPT):] = 1e4  # what the compiled step does not write itself would be noticed
     step = torch.compile(whole_step(model), fullgraph=True, dynamic=False)
-    compiled, _ = compiled_tokens(step, cache, first, 24)
-    assert [k.data_ptr() for k in cache.k] == k_pointers
-    written = cache.k[29].flatten(0, 1)[len(PROMPT): len(PROMPT) + 24].clone()
-    cache.k[29].flatten(0, 1)[len(PROMPT):] = float("nan")  # eager must write the same keys itself
-    eager, _ = eager_tokens(model, cache, first, 24)
-    assert compiled == eager
-    again = cache.k[29].flatten(0, 1)[len(PROMPT): len(PROMPT) + 24]
-    assert torch.allclose(written.float(), again.float(), atol=0.1, rtol=0.05), "the compiled step wrote other keys"
+    compiled, _ = compiled_steps(step, cache, first, 24, forced=tokens)
+    assert same_but_for_ties(eager, compiled)
+    assert [k.data_ptr() for k in cache.k] == addresses
+    assert torch.allclose(by_eager.float(), keys[len(PROMPT): len(PROMPT) + 24].float(), atol=0.25, rtol=0.1)
+    assert not same_but_for_ties(eager, compiled.roll(1, 0)), "the comparison would notice other logits"
 
 
 def test_packed_int4_step_follows_the_dequantized_weights(default_gguf):
-    """Eager, on codes straight from the file: logits near those of the dequantized model, same greedy tokens."""
+    """Eager, on codes straight from the file: the dequantized model's greedy tokens."""
     plain, packed = load(default_gguf, False), load(default_gguf, True)
     a, b = new_cache(plain), new_cache(packed)
     first = prefill(plain, a, PROMPT)
     assert prefill(packed, b, PROMPT) == first
-    assert eager_tokens(packed, b, first, 12)[0] == eager_tokens(plain, a, first, 12)[0]
+    logits, _ = eager_steps(plain, a, first, 12)
+    assert same_but_for_ties(logits, eager_steps(packed, b, first, 12, forced=logits.argmax(-1).tolist())[0])
 
 
 if __name__ == "__main__":
@@ -175,12 +191,12 @@ if __name__ == "__main__":
         caches = new_cache(model), new_cache(model)
         firsts = [prefill(model, cache, prompt) for cache in caches]
         begin = time.perf_counter()
-        compiled_tokens(step, caches[1], firsts[1], 2)
+        compiled_steps(step, caches[1], firsts[1], 2)
         compile_s, times = time.perf_counter() - begin, ([], [])
         for _ in range(5):
-            times[0].extend(eager_tokens(model, caches[0], firsts[0], 20)[1])
+            times[0].extend(eager_steps(model, caches[0], firsts[0], 20)[1])
             caches[0].trim("a", 512)
-            times[1].extend(compiled_tokens(step, caches[1], firsts[1], 20)[1])
+            times[1].extend(compiled_steps(step, caches[1], firsts[1], 20)[1])
         eager, compiled = (1e3 * statistics.median(t) for t in times)
         print(f"{'int4' if packed else 'bfloat16':9} eager {eager:.2f}   compiled {compiled:.2f}   "
               f"eager/compiled {eager / compiled:.2f}   compiling took {compile_s:.0f} s")
