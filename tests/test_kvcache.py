@@ -434,6 +434,7 @@ class WritesOneLate(PagedKVCache):
     """Writes each K and V one slot behind its own."""
 
     def _attend(self, slots, *rest, **more):
+        slots = torch.arange(slots.start, slots.stop) if isinstance(slots, slice) else slots
         return super()._attend((slots + 1) % (self.n_blocks * self.block_size), *rest, **more)
 
 
