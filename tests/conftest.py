@@ -3,6 +3,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -13,3 +14,12 @@ def default_gguf() -> str:
     import checkpoint
 
     return checkpoint.default_model()
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Tensors as small as these lose by being shared out among threads, on a busy machine many times over."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

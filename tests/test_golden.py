@@ -7,6 +7,7 @@ light and color. The sky appears blue because of a phenomenon known as Rayleigh 
 import pytest
 import torch
 
+import generate
 from gguf import GGUF
 from kvcache import PagedKVCache
 from model import Config, Llama
@@ -22,13 +23,7 @@ ANSWER = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """One row at a time: a second thread saves little on a quiet machine and costs a multiple on a busy one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +62,11 @@ def test_one_dense_pass_predicts_every_golden_id(model):
     assert logits.argmax(-1).tolist() == ANSWER
     top = logits.topk(2).values
     assert (top[:, 0] - top[:, 1]).min() > 1e-3  # no tie that rounding could decide
+
+
+def test_the_whole_way_from_a_question_to_the_golden_ids(default_gguf):
+    """Chat template, tokenizer, chunked prefill, cache, sampler: what `python generate.py` does, in float32."""
+    llm = generate.load(default_gguf, dtype="float32")
+    answer, = llm.generate("Why is the sky blue?", temperature=0, max_tokens=60)
+    assert answer.prompt_ids == PROMPT and answer.ids == ANSWER and answer.finish_reason == "length"
+    assert answer.text.startswith("The answer to this question lies in the intricate dance of light and color. The sky")

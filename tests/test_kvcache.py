@@ -20,13 +20,7 @@ from model import Config, Llama, causal_attention
 NAN = math.nan
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tensors this small lose by being shared out among threads, on a busy machine many times over."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:

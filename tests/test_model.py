@@ -86,13 +86,7 @@ def worst(a: torch.Tensor, b: torch.Tensor) -> float:
     return (a - b).abs().max().item() if a.numel() else 0.0
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tensors this small lose by being shared out among threads, on a busy machine many times over."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # ------------------------------------------------------------------ against transformers
