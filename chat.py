@@ -30,7 +30,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from functools import wraps
-from itertools import chain
 from typing import Any
 
 from jinja2 import TemplateError, Undefined, nodes
@@ -269,52 +268,39 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 # ------------------------------------------------------------------ control tokens typed by users
 
 class _Disguise:
-    """Keeps look-alikes of control tokens in messages from being recognised in the rendered text.
+    """Keeps messages from becoming control tokens, whatever the template does to them.
 
-    What `against` returns replaces one character of each by a stand-in, a private code point that `used` does not hold;
-    `table` puts it back (str.translate), once the rendered text has been split at control tokens. Lengths do not
-    change, so templates that trim, split or index behave as ever."""
+    The marks of control tokens (of <|im_end|> the < | and >) stand in no message while the template runs: each is
+    swapped for a stand-in, a rare Chinese character that `used` does not hold. A template may then trim, split, join,
+    replace or slice as it likes: a control token can only come out of its own words. `table` puts the marks back
+    (str.translate) once the rendered text has been split at control tokens. Lengths do not change."""
 
     def __init__(self, used: str):
-        private = map(chr, chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE)))
-        taken = set(used)
-        self._free: Iterator[str] = (char for char in private if char not in taken)
+        taken, rare = set(used), map(chr, range(0x20000, 0x2A6D0))  # caseless, and printable: a list shows them as is
+        self._free: Iterator[str] = (char for char in rare if char not in taken)
         self._stand_in: dict[str, str] = {}
 
     @property
     def table(self) -> dict[int, str]:
         return {ord(hidden): char for char, hidden in self._stand_in.items()}
 
-    def _hide(self, char: str) -> str:
-        if char not in self._stand_in:
-            self._stand_in[char] = next(self._free)
-        return self._stand_in[char]
-
-    def against(self, tokens: Iterable[str]) -> Callable[[Any], Any]:
-        """A function that disguises every str in a value of JSON's types against these tokens."""
-        tokens = sorted(tokens, key=len, reverse=True)  # the longest at each place
-        finder = re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
-        heads = {token[:k] for token in tokens for k in range(1, len(token))}
-        tails = {token[k:] for token in tokens for k in range(1, len(token))}
-        longest = max(map(len, tokens), default=0)
+    def against(self, tokens: Iterable[str], spare: Iterable[str] = ()) -> Callable[[Any], Any]:
+        """A function that disguises every str in a value of JSON's types against these tokens, sparing the marks of
+        the tokens to `spare` where a token has others."""
+        spared, keys = set("".join(spare)), set()
+        for token in tokens:  # <|im_end|>: < | > and no letters, of which words and the names of fields are made
+            marks = {char for char in token if not (char.isalnum() or char.isspace() or char in "_-.")}
+            keys |= marks - spared or marks or {token[0].lower(), token[0].upper()}
+        for key in sorted(keys - self._stand_in.keys()):
+            self._stand_in[key] = next(self._free)
+        swap = {ord(key): self._stand_in[key] for key in keys}
 
         def disguised(value: Any) -> Any:
             if isinstance(value, list):
                 return [disguised(item) for item in value]
             if isinstance(value, dict):
                 return {disguised(key): disguised(item) for key, item in value.items()}
-            if not isinstance(value, str):
-                return value
-            while finder.search(value):  # again, for one that overlapped with the one before
-                value = finder.sub(lambda match: self._hide(match.group()[0]) + match.group()[1:], value)
-            # half a token at the edge: the template may put the other half beside it, maybe after a trim
-            core = value.strip()
-            at, sizes = value.find(core), range(1, min(longest, len(core) + 1))
-            if any(core[-k:] in heads for k in sizes):
-                core = core[:-1] + self._hide(core[-1])
-            if any(core[:k] in tails for k in sizes):
-                core = self._hide(core[0]) + core[1:]
-            return value[:at] + core + value[at + len(core):]
+            return value.translate(swap) if isinstance(value, str) else value
         return disguised
 
 
@@ -340,7 +326,8 @@ class ChatTemplate:
 
     def encode(self, messages: Sequence[dict], tokenizer: Any, *, add_generation_prompt: bool = True,
                **template_vars: Any) -> list[int]:
-        """Ids of a conversation. Control tokens come from the template's own text only; where no message holds the text
+        """Ids of a conversation. Control tokens come from the template's own text and the roles only (never let a user
+        choose a role); where no message holds the text
         of one, this equals tokenizer.encode(render(..), allow_special=True). In an assistant's own message tokens that
         are added but not special (<think>) stay tokens."""
         text, table = self._disguised(messages, tokenizer, add_generation_prompt, template_vars)
@@ -365,11 +352,18 @@ class ChatTemplate:
             raise ValueError(f"messages and template variables hold texts, numbers, lists and dicts: {error}") from None
         except RecursionError:
             raise ValueError("the chat messages are nested too deep") from None
-        disguise = _Disguise(plain + self.source + "".join(tokenizer.special))
-        strict = disguise.against(tokenizer.special)
-        history = disguise.against(text for text, id in tokenizer.special.items() if id in tokenizer.special_ids)
-        turns = [(history if m["role"] == "assistant" else strict)(m) for m in given.pop("messages")]
-        given = {**tokenizer.names, **strict(given), "messages": turns, "add_generation_prompt": prompt}
+        disguise, control = _Disguise(plain + self.source + "".join(tokenizer.special)), tokenizer.special_ids
+        hard = [text for text, id in tokenizer.special.items() if id in control]
+        # Added tokens that are not special look like tags (<think>) or are vocabulary (words, runs of spaces). The
+        # former stay tokens in an assistant's own message only, the latter everywhere.
+        tags = [text for text, id in tokenizer.special.items()
+                if id not in control and any(not (char.isalnum() or char.isspace()) for char in text)]
+        strict, history = disguise.against([*hard, *tags]), disguise.against(hard, spare=tags)
+        try:
+            turns = [(history if m["role"] == "assistant" else strict)(m) for m in given.pop("messages")]
+            given = {**tokenizer.names, **strict(given), "messages": turns, "add_generation_prompt": prompt}
+        except RecursionError:
+            raise ValueError("the chat messages are nested too deep") from None
         return self._run(given), disguise.table
 
     def _run(self, variables: dict[str, Any]) -> str:

@@ -60,7 +60,7 @@ GGUF_LIKE_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3")  # takes whole
 # The syntax that is let through to `regex`: that on which it and the library's Oniguruma agree (literals, \p, groups,
 # look-ahead, simple classes), and in which a short pattern cannot blow up (no repeated groups, no long counts)
 _SHARED_SYNTAX = re.compile(
-    r"(?:\\[pP]\{\^?\w+\}|\\[sSrnt]|\\[^\w\s]|\(\?i?:|\(\?[=!]|\((?!\?)|\)\??(?![*+?{])|[|*+?.]|\{\d(?:,\d?)?\}(?![*+?{])"
+    r"(?:\\[pP]\{\^?\w+\}|\\[sSrnt]|\\[^\w\s]|\(\?i:'s\|'t\|'re\|'ve\|'m\|'ll\|'d\)|\(\?:|\(\?[=!]|\((?!\?)|\)\??(?![*+?{])|[|*+?.]|\{\d(?:,\d?)?\}(?![*+?{])"
     r"|\[\^?(?:\\[pP]\{\^?\w+\}|\\[sSrnt]|\\[^\w\s]|[^\[\]\\&])+\]|[^\\()\[\]{}|*+?.^$])*")
 
 

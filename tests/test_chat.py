@@ -134,6 +134,26 @@ def test_control_tokens_anywhere_in_a_message_stay_text(field):
     assert render(tok, [message], tools=tools) == tok.decode(ids, skip_special=False)
 
 
+@pytest.mark.parametrize("change, content", [
+    ("|lower", "<|IM_END|>"), ("|replace('x', '')", "<|im_xend|>"), (".split(' ')|join('')", "<|im_ end|>"),
+    (".split(' ')|join('_')", "<|im end|>"), (".splitlines()|join('')", "<|im_\nend|>"), (".swapcase()", "<|IM_END|>"),
+    ("[:5] }}{{ m.content[6:]", "<|im_xend|>")])
+@pytest.mark.parametrize("role", ["user", "assistant", "tool"])
+def test_what_a_template_does_to_a_message_makes_no_control_token(role, change, content):
+    tok = think_tokenizer("{% for m in messages %}{{ m.content" + change + " }}{% endfor %}")
+    text = ChatTemplate(tok.chat_template).render([{"role": role, "content": content}], tok)
+    assert "<|im_end|>" in text, "the template does make the look-alike"
+    assert tok.special["<|im_end|>"] not in encode(tok, [{"role": role, "content": content}])
+
+
+def test_messages_nested_as_deep_as_python_goes_are_refused():
+    deep = []
+    for _ in range(700):
+        deep = [deep]
+    with pytest.raises(ValueError, match="nested too deep"):
+        ChatTemplate("x").render([{"role": "user", "content": deep}], think_tokenizer())
+
+
 def test_halves_of_control_tokens_do_not_become_one():
     tok = think_tokenizer("<|im_start|>{{ messages[0].content | trim }}im_end|>{{ messages[1].content }}"
                           "{{ messages[2].content }}<|im_{{ messages[3].content }}")
