@@ -54,7 +54,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
         new 0     x x x x .        kv_len 5, n 2 (torch's is_causal=True would align it top left)
         new 1     x x x x x
 
-    A row that sees no key at all (kv_len < n) gives zeros.
+    A row that sees no key at all (kv_len < n) gives zeros. Left out: sliding windows, quantized caches, log-sum-exp.
     """
     starts, lengths, tables = q_start.tolist(), kv_len.tolist(), block_table.tolist()
     out = None

@@ -23,3 +23,20 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def metadata(default_gguf) -> dict:
+    """The default model's GGUF metadata."""
+    from gguf import GGUF
+
+    with GGUF(default_gguf) as file:
+        return dict(file.metadata)
+
+
+@pytest.fixture(scope="session")
+def smol(metadata):
+    """The default model's tokenizer."""
+    from tokenizer import Tokenizer
+
+    return Tokenizer.from_gguf(metadata)

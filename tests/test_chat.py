@@ -31,19 +31,6 @@ def run(source: str, **variables) -> str:
     return ChatTemplate(source).render([{"role": "user", "content": "hi"}], Bare(), **variables)
 
 
-@pytest.fixture(scope="session")
-def metadata(default_gguf) -> dict:
-    from gguf import GGUF
-
-    with GGUF(default_gguf) as file:
-        return dict(file.metadata)
-
-
-@pytest.fixture(scope="session")
-def smol(metadata) -> Tokenizer:
-    return Tokenizer.from_gguf(metadata)
-
-
 # ------------------------------------------------------------------ whole conversations
 
 @pytest.mark.parametrize("template", [BOS_TEMPLATE, BOS_TEMPLATE.replace("{{ bos_token }}", "")])

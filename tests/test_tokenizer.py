@@ -68,19 +68,6 @@ def toy(merges=(), special=("<|im_start|>", "<|im_end|>"), config=None, family="
     return Tokenizer.from_json({**data, **changes}, {"chat_template": CHATML, **(config or {})})
 
 
-@pytest.fixture(scope="session")
-def metadata(default_gguf) -> dict:
-    from gguf import GGUF
-
-    with GGUF(default_gguf) as file:
-        return dict(file.metadata)
-
-
-@pytest.fixture(scope="session")
-def smol(metadata) -> Tokenizer:
-    return Tokenizer.from_gguf(metadata)
-
-
 def library_of(metadata: dict) -> Library:
     """The library's tokenizer with the default model's vocabulary."""
     texts, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
