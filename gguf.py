@@ -5,7 +5,7 @@ A GGUF file, read in the form of a Hugging Face checkpoint: a plain config dict 
         gguf.config["hidden_size"], gguf.metadata["tokenizer.ggml.tokens"][:3]
         gguf["model.layers.0.self_attn.q_proj.weight"]            # float32, decoded now
         gguf.tensor("model.norm.weight", dtype=torch.bfloat16)
-        gguf.codes("model.layers.0.mlp.up_proj.weight")           # integer codes, scales, zeros
+        gguf.codes("model.layers.0.mlp.up_proj.weight")           # the stored integers, scales, minimums
 
 The one idea: a GGUF file is a header and flat blocks. The header is read once and believed nowhere: every count,
 length, offset and shape is checked against the bytes that are there, and against the config, before anything is
@@ -19,7 +19,8 @@ its memory.
 Q4_1, as an example, keeps 32 weights of a row in 20 bytes: half d, half m, then 16 bytes of which byte j holds the
 codes of weight j (low four bits) and weight j + 16 (high four bits); a weight is d * code + m.
 
-Read: versions 2 and 3, little-endian; llama, qwen2, qwen3; F64, F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0.
+Read: versions 2 and 3, little-endian; llama, qwen2, qwen3; F64, F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to
+Q6_K, Q8_K, IQ4_NL, IQ4_XS, in any mixture: "Q4_K_M" in a file's name is a recipe, and a tensor's type is its own.
 Refused by name: other types and architectures, mixtures of experts, split files, adapters, shapes that vary by layer.
 Left out on purpose: writing, the tokenizer (it takes `metadata`), computing on packed codes (it takes `codes`).
 
@@ -52,41 +53,95 @@ BLOCK = {  # type id: (name, weights in a block, bytes of a block), all that ggm
 REMOVED = (4, 5, 31, 32, 33, 36, 37, 38)  # once Q4_2, Q4_3, and rearrangements made for one processor
 
 # A block function takes uint8 (n, bytes of a block). Those in CODES return integer codes (n, weights), float32 scales
-# (n, 1), and float32 zeros (n, 1) or None; those in FLOATS return float32 (n, weights). A new type is a new entry.
+# (n, groups) and float32 minimums (n, groups) or None: a weight is scale * code + minimum. Those in FLOATS return
+# float32 (n, weights). A new type is a new entry.
 
 
-def _half(b):  # (n, 2) uint8 -> (n, 1) float32
+def _half(b):  # (n, 2 m) uint8 -> (n, m) float32
     return b.contiguous().view(torch.float16).float()
 
 
-def _nibbles(b):  # (n, 16) uint8 -> (n, 32): low halves are weights 0..15, high halves 16..31, they are not neighbours
-    b = b.contiguous()
-    return torch.cat([b & 15, b >> 4], dim=1)
+def _fields(b, bits, run):
+    """
+    The numbers of 1, 2 or 4 bits in uint8 (n, bytes), as uint8 (n, bytes * 8 / bits). Neighbours in a row of weights
+    are not neighbours in a byte: the lowest bits of `run` bytes are `run` weights, their next bits the next `run`.
+
+    >>> _fields(torch.tensor([[0x50, 0x61, 0x72, 0x83]], dtype=torch.uint8), bits=4, run=4).tolist()
+    [[0, 1, 2, 3, 5, 6, 7, 8]]
+    """
+    b = b.contiguous().view(len(b), b.shape[1] // run, 1, run)
+    if run < 8:  # few bytes and short runs: one shift by a tensor; else shifts by numbers, which cost less a byte
+        fields = b >> torch.arange(0, 8, bits, dtype=torch.uint8, device=b.device).view(-1, 1)
+    else:
+        fields = torch.cat([b, *(b >> shift for shift in range(bits, 8, bits))], dim=2)  # (n, runs, 8 / bits, run)
+    return fields.bitwise_and_((1 << bits) - 1).flatten(1)
 
 
-def _fifth_bits(b):  # (n, 4) uint8 -> (n, 32): bit j of the little-endian word belongs to weight j and is worth 16
-    return ((b.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=b.device)) & 1).flatten(1) << 4
+def _five(b):  # 4 bytes of fifth bits, bit j of the little-endian word for weight j, then 16 bytes of the other four
+    return _fields(b[:, 4:], 4, 16) | _fields(b[:, :4], 1, 1) << 4
 
 
-def _affine(codes_of):
+def _q2_k(b):  # 16 scales (low four bits) and minimums (high four), codes, d, dmin
+    d, dmin = _half(b[:, 80:]).chunk(2, dim=1)
+    return _fields(b[:, 16:80], 2, 32), d * (b[:, :16] & 15), -(dmin * (b[:, :16] >> 4))
+
+
+def _q3_k(b):  # third bits of the codes, their low two, low four bits of 16 scales, their high two, d
+    codes = _fields(b[:, 32:96], 2, 32) | _fields(b[:, :32], 1, 32) << 2
+    scales = _fields(b[:, 96:104], 4, 8) | _fields(b[:, 104:108], 2, 4) << 4
+    return codes.view(torch.int8) - 4, _half(b[:, 108:]) * (scales.view(torch.int8) - 32), None
+
+
+def _q4_k_scales(b):  # d, dmin, then eight scales and eight minimums of six bits in 12 bytes
+    d, dmin = _half(b[:, :4]).chunk(2, dim=1)
+    scales, mins, low = b[:, 4:8], b[:, 8:12], b[:, 12:16]  # 0 to 3 whole; of 4 to 7 low four bits, top two above those
+    scales = torch.cat([scales & 63, (low & 15) | (scales >> 6 << 4)], dim=1)
+    mins = torch.cat([mins & 63, (low >> 4) | (mins >> 6 << 4)], dim=1)
+    return d * scales, -(dmin * mins)
+
+
+def _q6_k(b):  # low four bits of the codes, high two, 16 signed scales, d
+    codes = _fields(b[:, :128], 4, 64) | _fields(b[:, 128:192], 2, 32) << 4
+    return codes.view(torch.int8) - 32, _half(b[:, 208:]) * b[:, 192:208].view(torch.int8), None
+
+
+def _iq4(b):  # four bits are a place in a table of int8 whose steps are finer near 0: the codes are its entries
+    table, codes = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), _fields(b, 4, 16)
+    table = torch.tensor(table, dtype=torch.int8, device=b.device)
+    return table.index_select(0, codes.flatten().int()).view(codes.shape)  # table[codes] would wake all threads
+
+
+def _iq4_xs(b):  # d, high two bits of eight scales, their low four, codes
+    scales = _fields(b[:, 4:8], 4, 1) | _fields(b[:, 2:4], 2, 1) << 4
+    return _iq4(b[:, 8:]), _half(b[:, :2]) * (scales.view(torch.int8) - 32), None
+
+
+def _floats(codes_of):
     def floats(b):
-        codes, scales, zeros = codes_of(b)
-        weights = codes.float().mul_(scales)
-        return weights if zeros is None else weights.add_(zeros)  # rounded twice, as in ggml: fused, it would differ
+        codes, scales, mins = codes_of(b)
+        weights = codes.float().unflatten(1, (scales.shape[1], -1)).mul_(scales.unsqueeze(-1))  # (n, groups, weights)
+        if mins is not None:
+            weights.add_(mins.unsqueeze(-1))  # rounded twice, as in ggml: fused, it would differ
+        return weights.flatten(1)
     return floats
 
 
-CODES = {  # Q4_0 and Q8_0: d, codes; Q4_1: d, m, codes; Q5_0: d, fifth bits, codes; Q5_1: d, m, fifth bits, codes
-    2: lambda b: (_nibbles(b[:, 2:]).view(torch.int8) - 8, _half(b[:, :2]), None),
-    3: lambda b: (_nibbles(b[:, 4:]), _half(b[:, :2]), _half(b[:, 2:4])),
-    6: lambda b: ((_nibbles(b[:, 6:]) | _fifth_bits(b[:, 2:6])).view(torch.int8) - 16, _half(b[:, :2]), None),
-    7: lambda b: (_nibbles(b[:, 8:]) | _fifth_bits(b[:, 4:8]), _half(b[:, :2]), _half(b[:, 2:4])),
-    8: lambda b: (b[:, 2:].contiguous().view(torch.int8), _half(b[:, :2]), None),
+CODES = {  # type id: (bits of a code, weights in a group, block function)
+    2: (4, 32, lambda b: (_fields(b[:, 2:], 4, 16).view(torch.int8) - 8, _half(b[:, :2]), None)),  # d, codes
+    3: (4, 32, lambda b: (_fields(b[:, 4:], 4, 16), *_half(b[:, :4]).chunk(2, dim=1))),  # d, m, codes
+    6: (5, 32, lambda b: (_five(b[:, 2:]).view(torch.int8) - 16, _half(b[:, :2]), None)),
+    7: (5, 32, lambda b: (_five(b[:, 4:]), *_half(b[:, :4]).chunk(2, dim=1))),
+    8: (8, 32, lambda b: (b[:, 2:].view(torch.int8), _half(b[:, :2]), None)),
+    10: (2, 16, _q2_k), 11: (3, 16, _q3_k),
+    12: (4, 32, lambda b: (_fields(b[:, 16:], 4, 32), *_q4_k_scales(b))),
+    13: (5, 32, lambda b: (_fields(b[:, 48:], 4, 32) | _fields(b[:, 16:48], 1, 32) << 4, *_q4_k_scales(b))),
+    14: (6, 16, _q6_k), 15: (8, 256, lambda b: (b[:, 4:260].view(torch.int8), b[:, :4].view(torch.float32), None)),
+    20: (8, 32, lambda b: (_iq4(b[:, 2:]), _half(b[:, :2]), None)), 23: (8, 32, _iq4_xs),
 }
 FLOATS = {
     0: lambda b: b.view(torch.float32), 1: lambda b: b.view(torch.float16).float(),
     28: lambda b: b.view(torch.float64).float(), 30: lambda b: b.view(torch.bfloat16).float(),
-    **{kind: _affine(codes_of) for kind, codes_of in CODES.items()},
+    **{kind: _floats(codes_of) for kind, (_, _, codes_of) in CODES.items()},
 }
 READABLE = ", ".join(BLOCK[kind][0] for kind in sorted(FLOATS))
 
@@ -447,14 +502,16 @@ def unpermute(rows: torch.Tensor, n_head: int) -> torch.Tensor:
 # ------------------------------------------------------------------ the file
 
 # Weights decoded at a time. Up to 32,767 torch stays on one thread, in its cache: on a shared machine, waiting for a
-# second thread many times over can take seconds. Matrices of LARGE weights and more are worth all threads.
-SMALL_STEP, LARGE_STEP, LARGE = 30720, 1 << 22, 1 << 24
+# second thread many times over can take seconds. Matrices of LARGE weights and more are worth all threads; the default
+# model's embedding, of 28 million, is not.
+SMALL_STEP, LARGE_STEP, LARGE = 30720, 1 << 22, 1 << 25
 
 
 class GGUF(collections.abc.Mapping):
     """
     An open GGUF file: a Mapping from Hugging Face names to tensors of `dtype`, each decoded when asked for and owned by
-    the caller; `len`, `in` and iteration over the names decode nothing. On opening, whatever is damaged, unsupported or
+    the caller; `len`, `in` and iteration over the names decode nothing. With `packed`, a matrix whose type has integer
+    codes comes as `codes(name)` instead. On opening, whatever is damaged, unsupported or
     contradictory is one ValueError with the file and the key or tensor in it; a missing file is a FileNotFoundError.
 
     path, version, alignment; metadata: every key of the file; infos: TensorInfo by GGUF name; config: a dict in the
@@ -462,8 +519,8 @@ class GGUF(collections.abc.Mapping):
     file must not be shortened while it is open: the system ends a process that reads a mapping past its file.
     """
 
-    def __init__(self, path: str, dtype: torch.dtype = torch.float32):
-        self.path, self.dtype = os.fspath(path), dtype
+    def __init__(self, path: str, dtype: torch.dtype = torch.float32, packed: bool = False):
+        self.path, self.dtype, self.packed = os.fspath(path), dtype, packed
         if not os.path.exists(self.path):
             raise FileNotFoundError(f"{self.path}: no such file")
         if not os.path.isfile(self.path) or os.path.getsize(self.path) == 0:
@@ -509,64 +566,91 @@ class GGUF(collections.abc.Mapping):
         if "partial_rotary_factor" in self.config or rope["rope_type"] == "yarn" or info.shape != (n,):
             raise ValueError(f"tensor 'rope_freqs.weight' of shape {info.shape} is supported in shape ({n},), with "
                              "full rotation and without YaRN")
-        factors = [f * rope.get("factor", 1.0) for f in self._decode(info, torch.float32).tolist()]  # linear on top
+        factors = [f * rope.get("factor", 1.0) for f in self._decode(info).tolist()]  # linear on top
         if not all(0 < f < math.inf for f in factors):
             raise ValueError("tensor 'rope_freqs.weight' holds numbers that are not finite and above 0")
         return {"rope_type": "factors", "rope_theta": rope["rope_theta"], "factors": factors}
 
-    def _blocks(self, info):
-        """Yields (index of the first block, uint8 (n, block bytes)), copied: no tensor ever looks into the mapping."""
+    def _pieces(self, info, heads=0):
+        """
+        Yields (first row, row after the last, uint8 (blocks, block bytes)), whole rows, copied: no tensor ever looks
+        into the mapping. The rows of q and k, of so many `heads`, are put in order here, while they are few bytes.
+        """
         if self._data.closed:
             raise ValueError(f"{self.path}: this file has been closed")
-        _, weights, size = BLOCK[info.type_id]
-        step = (SMALL_STEP if math.prod(info.shape) < LARGE else LARGE_STEP) // weights * size  # bytes, whole blocks
-        for start in range(info.offset, info.offset + info.nbytes, step):
-            piece = bytearray(self._data[start:min(start + step, info.offset + info.nbytes)])
-            yield (start - info.offset) // size, torch.frombuffer(piece, dtype=torch.uint8).view(-1, size)
+        n_rows, row_bytes = math.prod(info.shape[:-1]), info.nbytes // math.prod(info.shape[:-1])
+        order = unpermute(torch.arange(n_rows, device="cpu"), heads).tolist() if heads else []
+        step = max(1, (SMALL_STEP if math.prod(info.shape) < LARGE else LARGE_STEP) // info.shape[-1])
+        for first in range(0, n_rows, step):
+            last = min(first + step, n_rows)
+            spans = [(row, row + 1) for row in order[first:last]] or [(first, last)]
+            piece = bytearray().join(self._data[info.offset + a * row_bytes:info.offset + b * row_bytes]
+                                     for a, b in spans)
+            yield first, last, torch.frombuffer(piece, dtype=torch.uint8).view(-1, BLOCK[info.type_id][2])
 
-    def _decode(self, info, dtype):
+    def _decode(self, info, dtype=torch.float32, heads=0):
         out = torch.empty(info.shape, dtype=dtype, device="cpu")  # whatever the default device is
-        rows = out.view(-1, BLOCK[info.type_id][1])  # (blocks, weights of a block)
-        for first, blocks in self._blocks(info):
-            rows[first:first + len(blocks)] = FLOATS[info.type_id](blocks)
+        rows = out.view(-1, info.shape[-1])
+        for first, last, blocks in self._pieces(info, heads):
+            rows[first:last] = FLOATS[info.type_id](blocks).view(last - first, -1)
         return out
 
-    def _hf_rows(self, name, rows):
-        if self.config["model_type"] != "llama":
-            return rows
-        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
-        return unpermute(rows, self.config[heads]) if heads else rows
-
-    def _info(self, name):
+    def _find(self, name):
+        """TensorInfo, and how many heads the rows are to be unpermuted for; 0: they are in order."""
         if name not in self._names:
             raise KeyError(f"{self.path}: no tensor {name!r}; names are those of Hugging Face")
-        return self._names[name]
+        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
+        return self._names[name], self.config[heads] if heads and self.config["model_type"] == "llama" else 0
 
     def tensor(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The tensor of this Hugging Face name, decoded in float32, rounded to `dtype`, in Hugging Face's row order."""
-        info = self._info(name)
+        info, heads = self._find(name)
         if not dtype.is_floating_point:
             raise ValueError(f"{self.path}: tensor {name!r} as {dtype}? Weights are floats; codes() gives integers")
-        return self._hf_rows(name, self._decode(info, dtype))
+        if heads and len(info.shape) == 1:  # a bias
+            return unpermute(self._decode(info, dtype), heads)
+        return self._decode(info, dtype, heads)
 
     def codes(self, name: str) -> dict:
         """
-        The stored integers of a Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0 tensor (N, K), in Hugging Face's row order:
-        codes (N, K): uint8 in Q4_1 (0..15) and Q5_1 (0..31), int8 in Q4_0 (-8..7), Q5_0 (-16..15) and Q8_0 (-128..127);
-        scales (N, K/32) float32; zeros (N, K/32) float32 in Q4_1 and Q5_1, else None. Scales and zeros of a group of 32
-        spread over its columns, codes * scales + zeros (no sum where zeros is None) is `tensor(name)`, bit for bit.
+        The stored integers of a tensor (N, K), without a second rounding, in Hugging Face's row order: codes (N, K),
+        scales (N, G) float32, mins (N, G) float32 or None, bits, and None for zeros and g_idx. With scales and mins
+        spread over the K / G columns of a group, codes * scales + mins (no sum where mins is None) is `tensor(name)`,
+        bit for bit. Groups are of 32, but of 16 in Q2_K, Q3_K and Q6_K, and of 256 in Q8_K. Codes are uint8 from 0 on
+        where there are mins (Q4_1, Q5_1, Q2_K, Q4_K, Q5_K), else int8: -8..7 in Q4_0, -16..15 in Q5_0, -4..3 in Q3_K,
+        -32..31 in Q6_K, -128..127 in Q8_0 and Q8_K, and in IQ4_NL and IQ4_XS the 16 entries of their table.
         """
-        info = self._info(name)
-        if info.type_id not in CODES:
-            raise ValueError(f"{self.path}: tensor {name!r} has type {info.type_name}; integer codes exist in "
-                             + ", ".join(BLOCK[kind][0] for kind in CODES))
-        pieces = zip(*(CODES[info.type_id](blocks) for _, blocks in self._blocks(info)))
-        parts = [None if piece[0] is None else torch.cat(piece).view(*info.shape[:-1], -1) for piece in pieces]
-        codes, scales, zeros = (part if part is None else self._hf_rows(name, part) for part in parts)
-        return {"codes": codes, "scales": scales, "zeros": zeros}
+        info, heads = self._find(name)
+        if info.type_id not in CODES or len(info.shape) != 2:
+            raise ValueError(f"{self.path}: tensor {name!r} of shape {info.shape} has type {info.type_name}; "
+                             "integer codes exist for matrices of " + ", ".join(BLOCK[kind][0] for kind in CODES))
+        (bits, _, codes_of), out = CODES[info.type_id], []
+        for first, last, blocks in self._pieces(info, heads):
+            parts = [part if part is None else part.reshape(last - first, -1) for part in codes_of(blocks)]
+            out = out or [part if part is None else part.new_empty(info.shape[0], part.shape[1]) for part in parts]
+            for whole, part in zip(out, parts):
+                if part is not None:
+                    whole[first:last] = part
+        codes, scales, mins = out
+        return {"codes": codes, "scales": scales, "zeros": None, "mins": mins, "g_idx": None, "bits": bits}
+
+    @property
+    def types(self) -> dict:
+        """What the model's tensors are stored in: {type name: number of weights}, the most frequent first."""
+        count = collections.Counter()
+        for info in self._names.values():
+            count[info.type_name] += math.prod(info.shape)
+        return dict(count.most_common())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the model's tensors in the file."""
+        return sum(info.nbytes for info in self._names.values())
 
     def __getitem__(self, name):
-        return self.tensor(name, self.dtype)
+        info, _ = self._find(name)
+        packed = self.packed and len(info.shape) == 2 and info.type_id in CODES
+        return self.codes(name) if packed else self.tensor(name, self.dtype)
 
     def __contains__(self, name):  # Mapping's own would decode the tensor to find out
         return name in self._names
@@ -617,7 +701,7 @@ def _demo():
     print(*metadata.items(), tensor, sep="\n")
     raw = torch.frombuffer(bytearray(data[tensor.offset:tensor.offset + tensor.nbytes]), dtype=torch.uint8).view(2, 20)
     for block, weights in zip(raw, dequantize(raw, "Q4_1", tensor.shape)):
-        codes, d, m = CODES[3](block.view(1, 20))
+        codes, d, m = CODES[3][2](block.view(1, 20))
         print(f"\nblock  {bytes(block.tolist()).hex(' ')}\nd, m   {d.item()}, {m.item()}\ncodes ", *codes[0].tolist())
         print("d*c+m ", *(f"{w:g}" for w in weights.tolist()))
     rows = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])

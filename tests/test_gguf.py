@@ -1,4 +1,6 @@
 """gguf.py against the `gguf` package, the converter's formulas, and files damaged in every way we could think of."""
+import collections
+import contextlib
 import doctest
 import importlib.metadata
 import importlib.util
@@ -16,14 +18,23 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gguf
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STR, ARR, U64, I64, F64 = range(13)
 LETTER = {U8: "B", I8: "b", U16: "H", I16: "h", U32: "I", I32: "i", F32: "f", BOOL: "?", U64: "Q", I64: "q", F64: "d"}
 TYPE = {name: kind for kind, (name, _, _) in gguf.BLOCK.items()}
-READ = ["F32", "F16", "BF16", "F64", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
-INTEGER = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
+INTEGER = {  # least and greatest code, bits, weights in a group, whether there are minimums
+    "Q4_0": (-8, 7, 4, 32, False), "Q4_1": (0, 15, 4, 32, True), "Q5_0": (-16, 15, 5, 32, False),
+    "Q5_1": (0, 31, 5, 32, True), "Q8_0": (-128, 127, 8, 32, False), "Q2_K": (0, 3, 2, 16, True),
+    "Q3_K": (-4, 3, 3, 16, False), "Q4_K": (0, 15, 4, 32, True), "Q5_K": (0, 31, 5, 32, True),
+    "Q6_K": (-32, 31, 6, 16, False), "Q8_K": (-128, 127, 8, 256, False), "IQ4_NL": (-127, 113, 8, 32, False),
+    "IQ4_XS": (-127, 113, 8, 32, False),
+}
+READ = ["F32", "F16", "BF16", "F64", *INTEGER]
+HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2),
+          "Q6_K": (208,)}  # where a block has its half-precision numbers, if not only at 0
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -105,9 +116,10 @@ def blocks(kind, shape, seed=0):
         return w.to({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}.get(
             name, torch.float32)).view(torch.uint8).numpy().tobytes()[:n * size]
     raw = rng.integers(0, 256, (n, size), dtype=np.uint8)
-    raw[:, :4] = rng.standard_normal((n, 2)).astype(np.float16).view(np.uint8)
-    if name in ("Q4_0", "Q5_0", "Q8_0"):
-        raw[:, 2:4] = rng.integers(0, 256, (n, 2))
+    for at in HALVES.get(name, (0,)):
+        raw[:, at:at + 2] = rng.standard_normal((n, 1)).astype(np.float16).view(np.uint8)
+    if name == "Q8_K":
+        raw[:, :4] = rng.standard_normal((n, 1)).astype(np.float32).view(np.uint8)
     return raw.tobytes()
 
 
@@ -156,6 +168,16 @@ def path(tmp_path):
     return tmp_path / "model.gguf"
 
 
+def package_dequantize(ref, raw, name):
+    """The gguf package's, which lacks Q8_K: float d, 256 int8, and sums of 16 of them, which decoding does not need."""
+    with np.errstate(all="ignore"):
+        if name != "Q8_K":
+            return ref.quants.dequantize(raw, ref.GGMLQuantizationType[name])
+        blocks = [struct.unpack("<f256b16h", block.tobytes()) for block in raw.reshape(-1, 292)]
+        rows = [[np.float32(d) * np.float32(code) for code in rest[:256]] for d, *rest in blocks]
+        return np.array(rows).reshape(raw.shape[0], -1)
+
+
 def same_bits(a, b):
     """Equal to the last bit; NaN equals NaN whatever its payload, which IEEE leaves to the processor."""
     a, b = (x if isinstance(x, torch.Tensor) else torch.tensor(x) for x in (a, b))
@@ -167,33 +189,41 @@ def same_bits(a, b):
 # ------------------------------------------------------------------ types
 
 
+# +-0, subnormal, infinite, NaN, largest: halves, and the upper halves of floats
+SPECIAL = [0, 0x8000, 1, 0x8001, 0x03FF, 0x83FF, 0x7C00, 0xFC00, 0x7E00, 0x7C01, 0x7BFF, 0xFBFF]
+TOPS = [0, 0x8000, 1, 0x8001, 0x007F, 0x807F, 0x7F80, 0xFF80, 0x7FC0, 0xFFC0, 0x7F7F, 0xFF7F]
+
+
 @pytest.mark.parametrize("name", [name for name in READ if name != "F64"])
 @pytest.mark.parametrize("scales", ["ordinary", "any bytes"])
 def test_dequantize_is_that_of_the_gguf_package_bit_for_bit(ref, name, scales):
     _, weights, size = gguf.BLOCK[TYPE[name]]
-    shape = (64, 96) if weights > 1 else (64, 1024)
+    shape = (64, {1: 1024, 32: 96, 256: 768}[weights])
     n = math.prod(shape) // weights
     raw = np.frombuffer(blocks(TYPE[name], shape), np.uint8).reshape(n, size).copy()
     if scales == "any bytes":
         raw = np.random.default_rng(1).integers(0, 256, (n, size), dtype=np.uint8)
-        halves = [0, 0x8000, 1, 0x8001, 0x03FF, 0x83FF, 0x7C00, 0xFC00, 0x7E00, 0x7C01, 0x7BFF, 0xFBFF]
-        tops = [0, 0x8000, 1, 0x8001, 0x007F, 0x807F, 0x7F80, 0xFF80, 0x7FC0, 0xFFC0, 0x7F7F, 0xFF7F]
-        special = np.array(tops if name in ("F32", "BF16") else halves, np.uint16)  # +-0, subnormal, inf, NaN, largest
-        for first, column in ((0, size - 2 if weights == 1 else 0), (8, 2 if name in ("Q4_1", "Q5_1") else 0)):
+        wide = name in ("F32", "BF16", "Q8_K")  # whose numbers are floats or their upper half
+        columns = (2,) if name in ("F32", "Q8_K") else HALVES.get(name, (0,))
+        for first, column in zip((0, 8), (*columns, *columns)):
             rows = raw[first::16]
-            rows[:, column:column + 2] = np.resize(special, len(rows)).view(np.uint8).reshape(-1, 2)
-            if name == "F32":
+            rows[:, column:column + 2] = np.resize(TOPS if wide else SPECIAL, len(rows)).astype(np.uint16).view(
+                np.uint8).reshape(-1, 2)
+            if name in ("F32", "Q8_K"):
                 rows[:, :2] = 0
-    with np.errstate(all="ignore"):
-        expected = ref.quants.dequantize(raw.reshape(shape[0], -1), ref.GGMLQuantizationType[name])
+    expected = package_dequantize(ref, raw.reshape(shape[0], -1), name)
     ours = gguf.dequantize(torch.from_numpy(raw), name, shape)
     assert same_bits(ours, expected)
     assert same_bits(gguf.dequantize(torch.from_numpy(raw.reshape(-1)), TYPE[name], shape), expected)
+    assert gguf.dequantize(torch.empty(0, dtype=torch.uint8), name, (0, 256)).shape == (0, 256)
     if scales == "any bytes":
         assert ours.isnan().any() and ours.isinf().any()
+        damaged = torch.from_numpy(raw).clone()
+        damaged[:, size // 2] ^= 0x81  # a twin that must fail
+        assert not same_bits(gguf.dequantize(damaged, name, shape), expected)
 
 
-@pytest.mark.parametrize("name", [name for name in READ if name != "F64"])
+@pytest.mark.parametrize("name", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])  # it writes no others
 def test_what_the_gguf_package_quantizes_comes_back(ref, name):
     w = np.random.default_rng(0).standard_normal((40, 128)).astype(np.float32)
     w[3] *= 1e-6  # scales that are subnormal halves
@@ -217,13 +247,21 @@ def test_f64_is_rounded_to_float32():
     ("Q4_0", "003cf0e1d2c3b4a5968778695a4b3c2d1e0f", [*range(-8, 8), *range(7, -9, -1)]),
     ("Q4_1", "003800c0f0e1d2c3b4a5968778695a4b3c2d1e0f", [i / 2 - 2 for i in [*range(16), *range(15, -1, -1)]]),
     ("Q5_0", "003c010002000ff0" + "00" * 14, [15 if i in (0, 17) else -16 for i in range(32)]),
+    ("IQ4_NL", "003c" + bytes(range(0, 256, 17)).hex(), 2 * [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38,
+                                                             53, 69, 89, 113]),
+    # d = 2, dmin = 1; scales 1 2 3 4 | 33 34 35 36, minimums 5 6 7 8 | 48 49 50 51: 33 is 1 and, above 1, 2; codes 1, 2
+    ("Q4_K", "0040003c" "81828384" "c5c6c7c8" "01122334" + "21" * 128,
+     [2 * scale * (1 + i % 2) - m
+      for i, (scale, m) in enumerate([(1, 5), (2, 6), (3, 7), (4, 8), (33, 48), (34, 49), (35, 50), (36, 51)])
+      for _ in range(32)]),
 ])
 def test_ld_11_block_layout(name, block, expected):
     """LD-11 (1bit-MONSTER/1bit-MONSTER #572; ml-explore/mlx #3664): nibbles j and j + 16, offset 8, header size."""
     raw = torch.tensor(list(bytes.fromhex(block)), dtype=torch.uint8)
-    assert gguf.dequantize(raw, name, (32,)).tolist() == expected
-    neighbours = torch.stack([raw[-16:] & 15, raw[-16:] >> 4], 1).flatten()  # the fault, which must not pass
-    assert name == "Q5_0" or neighbours.float().tolist() != [e - min(expected) for e in expected]
+    assert gguf.dequantize(raw, name, (len(expected),)).tolist() == expected
+    if name in ("Q4_0", "Q4_1"):
+        neighbours = torch.stack([raw[-16:] & 15, raw[-16:] >> 4], 1).flatten()  # the fault, which must not pass
+        assert neighbours.float().tolist() != [e - min(expected) for e in expected]
 
 
 def test_block_table_is_that_of_ggml(ref):
@@ -235,11 +273,12 @@ def test_block_table_is_that_of_ggml(ref):
 
 @pytest.mark.parametrize("raw, kind, shape", [
     (torch.zeros(18, dtype=torch.uint8), "Q4_0", (31,)), (torch.zeros(17, dtype=torch.uint8), "Q4_0", (32,)),
-    (torch.zeros(18), "Q4_0", (32,)), (torch.zeros(144, dtype=torch.uint8), "Q4_K", (256,)),
+    (torch.zeros(18), "Q4_0", (32,)), (torch.zeros(144, dtype=torch.uint8), "Q4_K", (32,)),
+    (torch.zeros(82, dtype=torch.uint8), "IQ2_S", (256,)),
     (torch.zeros(144, dtype=torch.uint8), 4, (256,)), (torch.zeros(4, dtype=torch.uint8), "Q9", (1,)),
 ])
 def test_dequantize_refuses_what_does_not_fit(raw, kind, shape):
-    with pytest.raises(ValueError, match=r"Q4_0|Q4_K|type 4|Q9"):
+    with pytest.raises(ValueError, match=r"Q4_0|Q4_K|IQ2_S is not read|type 4|Q9"):
         gguf.dequantize(raw, kind, shape)
 
 
@@ -318,7 +357,8 @@ def hf_name(name):
                                               ("qwen3", False, False)])
 @pytest.mark.parametrize("kind, version", [(kind, 2 + i % 2) for i, kind in enumerate(READ)] + [("Q4_1", 2)])
 def test_every_tensor_of_every_architecture_and_type(path, arch, bias, tied, kind, version):
-    pairs, tensors = tiny(arch, kind, bias=bias, tied=tied)
+    size = 256 if gguf.BLOCK[TYPE[kind]][1] == 256 else 64
+    pairs, tensors = tiny(arch, kind, hidden=size, ffn=size, head_dim=size // 4, bias=bias, tied=tied)
     with gguf.GGUF(write(path, pairs, tensors, version=version)) as g:
         assert g.version == version and g.alignment == 32 and len(g) == len(tensors)
         assert set(g) == {hf_name(name) for name in tensors}
@@ -328,60 +368,84 @@ def test_every_tensor_of_every_architecture_and_type(path, arch, bias, tied, kin
             assert torch.equal(g.tensor(hf_name(name), dtype=torch.bfloat16), expected.bfloat16())
             with gguf.GGUF(path, torch.bfloat16) as narrow:
                 assert torch.equal(narrow[hf_name(name)], expected.bfloat16())
-        assert g.infos["blk.1.ffn_down.weight"][:4] == ("blk.1.ffn_down.weight", (64, 96), TYPE[kind], kind)
+        assert g.infos["blk.1.ffn_down.weight"][:4] == ("blk.1.ffn_down.weight", (size, size), TYPE[kind], kind)
         assert g.config == {
-            "model_type": arch, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 40,
+            "model_type": arch, "hidden_size": size, "intermediate_size": size, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": size // 4, "vocab_size": 40,
             "max_position_embeddings": 128, "rms_norm_eps": struct.unpack("<f", struct.pack("<f", 1e-6))[0],
             "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}, "tie_word_embeddings": tied,
             "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu"} | ({"attention_bias": True} if bias else {})
 
 
+def spread(packed):
+    """W = scales * (codes - zeros) + mins, in the order of operations of ggml."""
+    assert list(packed) == ["codes", "scales", "zeros", "mins", "g_idx", "bits"]
+    assert packed["zeros"] is None and packed["g_idx"] is None
+    codes, group = packed["codes"], packed["codes"].shape[1] // packed["scales"].shape[1]
+    w = codes * packed["scales"].repeat_interleave(group, 1)
+    return w if packed["mins"] is None else w + packed["mins"].repeat_interleave(group, 1)
+
+
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])
 @pytest.mark.parametrize("kind", INTEGER)
-def test_codes_scales_and_zeros_are_the_tensor_bit_for_bit(path, arch, kind):
-    pairs, tensors = tiny(arch, kind)
+def test_codes_scales_and_mins_are_the_tensor_bit_for_bit(path, arch, kind):
+    size = 256 if gguf.BLOCK[TYPE[kind]][1] == 256 else 64
+    pairs, tensors = tiny(arch, kind, hidden=size, ffn=size + 256, head_dim=size // 4)
     special = [0, 0x8000, 1, 0x8001, 0x7C00, 0xFC00, 0x7E00, 0xBC00]  # halves: +-0, subnormals, +-inf, NaN, -1
     for name in ("blk.0.attn_q.weight", "blk.0.attn_k.weight", "blk.0.ffn_up.weight"):
         raw = bytearray(tensors[name].data)
         for i, bits in enumerate(special):
-            struct.pack_into("<H", raw, gguf.BLOCK[TYPE[kind]][2] * i, bits)
+            at = 2 if kind == "Q8_K" else HALVES.get(kind, (0,))[-1]  # Q8_K: the upper half of a float
+            struct.pack_into("<H", raw, gguf.BLOCK[TYPE[kind]][2] * i + at, bits)
         tensors[name] = tensors[name]._replace(data=bytes(raw))
-    low, high, dtype = {"Q4_0": (-8, 7, torch.int8), "Q4_1": (0, 15, torch.uint8), "Q5_0": (-16, 15, torch.int8),
-                        "Q5_1": (0, 31, torch.uint8), "Q8_0": (-128, 127, torch.int8)}[kind]
-    with gguf.GGUF(write(path, pairs, tensors)) as g:
+    low, high, bits, group, has_mins = INTEGER[kind]
+    with gguf.GGUF(write(path, pairs, tensors)) as g, gguf.GGUF(path, torch.bfloat16, packed=True) as p:
         for name in g:
             shape = g[name].shape
             if len(shape) == 1:
-                with pytest.raises(ValueError, match=rf"{name}.*F32.*Q4_0"):
+                assert torch.equal(p[name], g[name].bfloat16())
+                with pytest.raises(ValueError, match=rf"{name}.*F32.*Q4_0.*Q4_K"):
                     g.codes(name)
                 continue
             parts = g.codes(name)
-            codes, scales, zeros = parts["codes"], parts["scales"], parts["zeros"]
-            assert list(parts) == ["codes", "scales", "zeros"] and codes.shape == shape and codes.dtype == dtype
-            assert low <= codes.min() and codes.max() <= high
-            assert scales.shape == (shape[0], shape[1] // 32) and scales.dtype == torch.float32
-            assert (zeros is None) == (kind not in ("Q4_1", "Q5_1"))
-            w = codes * scales.repeat_interleave(32, 1)
-            if zeros is not None:
-                assert zeros.shape == scales.shape and zeros.dtype == torch.float32
-                w = w + zeros.repeat_interleave(32, 1)
-            assert same_bits(w, g[name])
+            codes, scales, mins = parts["codes"], parts["scales"], parts["mins"]
+            assert codes.shape == shape and codes.dtype == (torch.uint8 if low == 0 else torch.int8)
+            assert low == codes.min() and codes.max() == high and parts["bits"] == bits
+            for part in [scales] if mins is None else [scales, mins]:
+                assert part.shape == (shape[0], shape[1] // group) and part.dtype == torch.float32
+                assert part.is_contiguous()
+            assert codes.is_contiguous() and (mins is not None) == has_mins
+            assert same_bits(spread(parts), g[name])
+            assert not same_bits(spread(parts | {"codes": codes.roll(1, 0)}), g[name])
+            assert p[name].keys() == parts.keys() and torch.equal(p[name]["codes"], codes)
+            assert same_bits(spread(p[name]), g[name])
 
 
-def test_long_tensors_are_decoded_in_pieces_that_join(path, monkeypatch):
-    pairs, tensors = tiny(kind="Q5_1", vocab=1000)
+def test_types_and_bytes(path):
+    pairs, tensors = tiny("qwen2", "Q4_1", tied=False)
+    tensors["output.weight"] = T("output.weight", (40, 64), TYPE["IQ4_NL"], blocks(TYPE["IQ4_NL"], (40, 64)))
+    with gguf.GGUF(write(path, pairs, [*tensors.values(), ROPE_FREQS])) as g:  # rope_freqs is no tensor of the model
+        matrices = 40 * 64 + 2 * (64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 64 * 96)
+        assert list(g.types.items()) == [("Q4_1", matrices), ("IQ4_NL", 40 * 64), ("F32", 64 + 2 * (3 * 64 + 2 * 32))]
+        assert g.nbytes == sum(len(t.data) for t in tensors.values()) == matrices // 32 * 20 + 40 * 2 * 18 + 576 * 4
+
+
+@pytest.mark.parametrize("kind", ["Q5_1", "Q4_K"])
+def test_long_tensors_are_decoded_in_pieces_that_join(path, monkeypatch, kind):
+    pairs, tensors = tiny(kind=kind, vocab=300, hidden=256, ffn=256, head_dim=64, layers=1)
     name = write(path, pairs, tensors)
+    q = "model.layers.0.self_attn.q_proj.weight"  # pieces need not end where heads do
     with gguf.GGUF(name) as g:
-        whole, parts = {n: g[n] for n in g}, g.codes("model.embed_tokens.weight")
-    for step, large in ((1024, 1 << 24), (1056, 0), (1 << 22, 0)):
+        whole, parts = {n: g[n] for n in g}, {n: g.codes(n) for n in ("model.embed_tokens.weight", q)}
+    for step, large in ((1024, 1 << 24), (256 * 37, 1 << 24), (256 * 5 + 1, 0), (1, 0), (1 << 22, 0)):
         monkeypatch.setattr(gguf, "SMALL_STEP", step)
         monkeypatch.setattr(gguf, "LARGE_STEP", step)
         monkeypatch.setattr(gguf, "LARGE", large)
         with gguf.GGUF(name) as g:
             assert all(same_bits(g[n], w) for n, w in whole.items())
-            again = g.codes("model.embed_tokens.weight")
-            assert all(torch.equal(again[k], parts[k]) for k in parts)
+            for n, before in parts.items():
+                again = g.codes(n)
+                assert all(torch.equal(again[k], before[k]) for k in ("codes", "scales", "mins"))
 
 
 def test_it_is_a_lazy_mapping_whose_tensors_survive_it(path, monkeypatch):
@@ -465,6 +529,49 @@ def test_files_of_the_gguf_package(ref, path, arch, alignment):
         assert g.metadata["tokenizer.ggml.tokens"] == ["é", "日本", "\n", "<|end|>", ""]
         assert g.config["eos_token_id"] == 3 and g.config["bos_token_id"] is None and g.config["head_dim"] == 16
     del reader
+
+
+MIXTURE = {"token_embd": "Q6_K", "output": "Q8_0", "attn_q": "Q4_K", "attn_k": "Q5_0", "attn_v": "Q6_K",
+           "attn_output": "IQ4_NL", "ffn_gate": "Q4_K", "ffn_up": "Q5_K", "ffn_down": "IQ4_XS"}  # norms: F32
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+def test_ld_26_a_file_of_many_types(ref, path, arch):
+    """LD-26 (llama.cpp #14996; pollard-weights #103): what calls itself Q4_K_M mixes types, each read as what it is."""
+    _, tensors = tiny(arch, hidden=256, ffn=512, head_dim=64, vocab=24, tied=False)
+    w, expected = ref.GGUFWriter(str(path), arch), {}
+    w.add_context_length(128)
+    w.add_embedding_length(256)
+    w.add_block_count(2)
+    w.add_feed_forward_length(512)
+    w.add_head_count(4)
+    w.add_head_count_kv(2)
+    w.add_layer_norm_rms_eps(1e-5)
+    for seed, t in enumerate(tensors.values()):
+        name = MIXTURE.get(t.name.split(".")[-2], "F32") if len(t.shape) == 2 else "F32"
+        raw = np.frombuffer(blocks(TYPE[name], t.shape, seed), np.uint8).reshape(t.shape[0], -1)
+        raw = raw.view(np.float32).reshape(t.shape) if name == "F32" else raw
+        w.add_tensor(t.name, raw, raw_dtype=ref.GGMLQuantizationType[name])
+        expected[t.name] = np.array(ref.quants.dequantize(raw, ref.GGMLQuantizationType[name]))
+        rows = {"attn_q": 4, "attn_k": 2}.get(t.name.split(".")[-2])
+        if rows and arch == "llama":
+            expected[t.name] = expected[t.name][np.argsort(converter_permute(np.arange(t.shape[0]), 4, rows))]
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+    with gguf.GGUF(str(path)) as g, gguf.GGUF(str(path), packed=True) as p:
+        assert set(g.types) == {"F32", *MIXTURE.values()}
+        assert sum(g.types.values()) == sum(e.size for e in expected.values())
+        for name, e in expected.items():
+            kind, hf = g.infos[name].type_name, hf_name(name)
+            assert same_bits(g[hf], np.ascontiguousarray(e)), name
+            assert isinstance(p[hf], dict) == (kind in INTEGER), (name, kind)
+            if kind in INTEGER:
+                assert same_bits(spread(p[hf]), np.ascontiguousarray(e)), name
+            else:
+                with pytest.raises(ValueError, match=rf"{hf}.*{kind}"):
+                    g.codes(hf)
 
 
 def test_split_big_endian_and_adapter_files_of_the_gguf_package(ref, tmp_path):
@@ -640,6 +747,8 @@ def test_default_model(default_gguf):
     assert weights == 134515008
     cpu = time.process_time()
     assert sum(g.tensor(name, torch.bfloat16).numel() for name in g) == weights
+    assert g.types == {"Q4_1": 106168320, "Q8_0": 28311552, "F32": 35136} and sum(g.types.values()) == weights
+    assert g.nbytes == 106168320 // 32 * 20 + 28311552 // 32 * 34 + 35136 * 4
     assert time.process_time() - cpu < 8 and time.perf_counter() - started < 60  # a guard against quadratic work only
     g.close()
 
@@ -813,7 +922,8 @@ def test_zero_tensors_or_a_vocabulary_only(path):
 
 
 @pytest.mark.parametrize("kind, shape", [("Q4_K", (1, 896)), ("Q4_0", (1, 48)), ("IQ4_NL", (2, 16)), ("Q8_0", (4, 31)),
-                                         ("Q6_K", (256, 1))])
+                                         ("Q6_K", (256, 1)), ("IQ4_XS", (2, 576)), ("Q2_K", (3, 128)),
+                                         ("Q5_K", (4, 64)), ("Q3_K", (1, 257)), ("Q8_K", (2, 255))])
 def test_ld_26_rows_must_be_whole_blocks(path, kind, shape):
     """LD-26 (llama.cpp #14996): a row that is no multiple of the block is refused with the tensor's name."""
     pairs, tensors = tiny()
@@ -840,21 +950,19 @@ def test_ld_27_removed_and_unknown_types(path, kind):
     refused(path, UP, f"type id {kind},", "removed" if kind < 39 else "does not define")
 
 
-@pytest.mark.parametrize("kind, row_bytes", [("Q6_K", 2310), ("Q4_0", 1584), ("Q8_0", 2992)])
-def test_ld_27_the_embedding_has_its_own_type(path, kind, row_bytes):
+@pytest.mark.parametrize("kind, row_bytes", [("Q6_K", 2310), ("Q4_0", 1584), ("Q8_0", 2992), ("Q4_K", 1584),
+                                             ("Q3_K", 1210), ("Q2_K", 924)])
+def test_ld_27_the_embedding_has_its_own_type(ref, path, kind, row_bytes):
     """LD-27 (FlashML-org/FreeToken #188): row bytes follow from the tensor's own type, also for the embedding."""
     header = build({}, [T("token_embd.weight", (3, 2816), TYPE[kind], bytes(3 * row_bytes))])
     _, _, _, infos, start = gguf.read_header(header)
     assert infos["token_embd.weight"].nbytes == 3 * row_bytes and start + 3 * row_bytes <= len(header)
-    pairs, tensors = tiny(kind="Q4_1", hidden=256, head_dim=64, vocab=3)
-    tensors["token_embd.weight"] = T("token_embd.weight", (3, 256), TYPE[kind], blocks(TYPE[kind], (3, 256)))
-    write(path, pairs, tensors)
-    if kind == "Q6_K":
-        refused(path, "token_embd.weight", "Q6_K")
-    else:
-        with gguf.GGUF(str(path)) as g:
-            expected = expected_tensor(tensors["token_embd.weight"], "llama", 4, 2)
-            assert same_bits(g["model.embed_tokens.weight"], expected)
+    pairs, tensors = tiny(kind="Q4_1", hidden=2816, ffn=32, vocab=3, layers=1)
+    tensors["token_embd.weight"] = T("token_embd.weight", (3, 2816), TYPE[kind], blocks(TYPE[kind], (3, 2816)))
+    with gguf.GGUF(write(path, pairs, tensors)) as g:
+        raw = np.frombuffer(tensors["token_embd.weight"].data, np.uint8).reshape(3, row_bytes)
+        assert same_bits(g["model.embed_tokens.weight"], package_dequantize(ref, raw, kind))
+        assert same_bits(spread(g.codes("model.embed_tokens.weight")), g["model.embed_tokens.weight"])
 
 
 KEYS = {  # changes of keys of a tiny llama (None removes), and words of the message
@@ -1035,26 +1143,54 @@ def mutate(rng, data, head):
     return bytes(data)
 
 
+class Largest(TorchDispatchMode):
+    """Notes the bytes of the largest tensor that any operation of torch returns; tracemalloc does not see these."""
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (list, tuple)) else [out]:
+            if isinstance(t, torch.Tensor):
+                self.bytes = max(self.bytes, t.untyped_storage().nbytes())
+        return out
+
+
+def many_types():
+    """A model with a matrix of every type that is read in blocks of 256, and of a few others."""
+    pairs, tensors = tiny("llama", "F16", hidden=256, heads=2, kv_heads=1, head_dim=4, ffn=32, vocab=6, layers=1,
+                          tied=False)
+    for name, kind in {"token_embd": "Q2_K", "output": "Q3_K", "blk.0.attn_q": "Q4_K", "blk.0.attn_k": "Q5_K",
+                       "blk.0.attn_v": "Q6_K", "blk.0.ffn_gate": "IQ4_XS", "blk.0.ffn_up": "Q8_K",
+                       "blk.0.ffn_down": "IQ4_NL"}.items():
+        name += ".weight"
+        tensors[name] = tensors[name]._replace(kind=TYPE[kind], data=blocks(TYPE[kind], tensors[name].shape))
+    return pairs, list(tensors.values())
+
+
+def decode(g, names):
+    for name in names:
+        decoded, info = g[name], g._names[name]
+        if isinstance(decoded, torch.Tensor) and info.type_id in gguf.CODES and len(info.shape) == 2:
+            g.codes(name)
+
+
 def fuzz(path, seed, n):
     """Opens n damaged files, and decodes those that still open. Returns how many opened, and the longest time."""
     rng, bases = random.Random(seed), []
     for arch, kind in (("llama", "Q4_1"), ("qwen2", "Q8_0"), ("qwen3", "Q5_0")):
         pairs, tensors = tiny(arch, kind, hidden=32, heads=2, kv_heads=1, ffn=32, vocab=6, layers=1)
-        whole = build(pairs, [*tensors.values(), *([ROPE_FREQS] if arch == "llama" else [])])
-        bases.append((whole, gguf.read_header(whole)[4]))
+        bases.append(build(pairs, [*tensors.values(), *([ROPE_FREQS] if arch == "llama" else [])]))
+    bases = [(whole, gguf.read_header(whole)[4]) for whole in (*bases, build(*many_types()))]
     opened, longest = 0, 0.0
     for i in range(n):
-        data = mutate(rng, *bases[i % 3])
+        data = mutate(rng, *bases[i % 4])
         path.write_bytes(data)
-        if traced := i % 4 == 0:  # tracing is slow
+        if traced := i % 5 == 0:  # tracing is slow, and would see what torch imports for Largest
             tracemalloc.start()
-        started = time.perf_counter()
+        started, largest = time.perf_counter(), Largest()
         try:
-            with gguf.GGUF(str(path)) as g:
-                for name in g:
-                    g[name]
-                    if "proj.weight" in name:
-                        g.codes(name)
+            with gguf.GGUF(str(path), packed=i % 2 == 0) as g, largest if i % 5 == 1 else contextlib.nullcontext():
+                decode(g, g)
             opened += 1
         except ValueError as error:
             message = str(error)
@@ -1064,7 +1200,27 @@ def fuzz(path, seed, n):
             peak = tracemalloc.get_traced_memory()[1] if traced else 0
             tracemalloc.stop()
         assert peak < 40 * len(data) + 300_000, (seed, i, peak)
+        assert largest.bytes <= 13 * len(data), (seed, i, largest.bytes)  # Q2_K: 84 bytes for 256 floats
     return opened, longest
+
+
+def test_ld_18_any_tensor_as_any_type(path):
+    """LD-18 with LD-27: every tensor of a file of many types takes every type id in turn; decoded or one ValueError."""
+    pairs, tensors = many_types()
+    opened = collections.Counter()
+    for i, t in enumerate(tensors):
+        for kind in (*gguf.BLOCK, *gguf.REMOVED, 43, 2**31):
+            whole = build(pairs, [*tensors[:i], t._replace(kind=kind), *tensors[i + 1:]])
+            path.write_bytes(whole)
+            largest = Largest()
+            try:
+                with gguf.GGUF(str(path)) as g, largest:
+                    decode(g, [hf_name(t.name)])
+                    opened[g.infos[t.name].type_name] += 1
+            except ValueError as error:
+                assert str(error).startswith(str(path)) and t.name in str(error), (t.name, kind, error)
+            assert largest.bytes <= 13 * len(whole), (t.name, kind, largest.bytes)
+    assert {*INTEGER} <= set(opened)
 
 
 def test_ld_18_fuzz(path):

@@ -60,7 +60,7 @@ def load(path: str, packed: bool) -> Llama:
 
         def join(*names):
             parts = [file.codes(f"{name}.weight") for name in names]
-            return Int4Linear(*(torch.cat([p[k] for p in parts]) for k in ("codes", "scales", "zeros")))
+            return Int4Linear(*(torch.cat([p[k] for p in parts]) for k in ("codes", "scales", "mins")))
 
         for i, block in enumerate(model.model["layers"]):
             a, m, at = block.self_attn, block.mlp, f"model.layers.{i}."
