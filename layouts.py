@@ -411,7 +411,7 @@ class Scheme(NamedTuple):
     block: tuple[int, int] | None  # rows and columns of a group or block
 
 
-def _scheme(weights: Mapping) -> Scheme:
+def _read_scheme(weights: Mapping) -> Scheme:
     if not isinstance(weights, Mapping):
         raise ValueError(f"quantization_config: the weights of a config group are {weights!r:.100}")
     kind, size = _one_of("type", weights.get("type", "int"), ("int", "float")), weights.get("group_size")
@@ -438,7 +438,7 @@ def _open_compressed(quant: Mapping, linears: dict) -> Callable:
         raise ValueError("quantization_config: config_groups must hold a description of each group of linears")
     for settings in (quant, *groups.values()):
         _one_of("format", settings.get("format") or "mixed-precision", STORED)
-    schemes = [(_name_list(g, "targets"), _scheme(g["weights"])) for g in groups.values()
+    schemes = [(_name_list(g, "targets"), _read_scheme(g["weights"])) for g in groups.values()
                if g.get("weights") is not None]
     ignored, scheme_of = _name_list(quant, "ignore"), {}
     for x, parts in linears.items():
