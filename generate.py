@@ -40,7 +40,8 @@ import sampling
 from chat import ChatTemplate
 from kvcache import PagedKVCache
 from model import Config, Llama
-from tokenizer import StreamDecoder, Tokenizer
+from stream import StreamDecoder
+from tokenizer import Tokenizer
 
 CHUNK = 512  # prompt tokens computed in one pass
 KV_BYTES = 2 << 30  # the KV cache takes at most so much by default; the context shrinks to what fits

@@ -1,21 +1,23 @@
-"""tokenizer.py against the `tokenizers` library, case by case and at random; streams, damaged files."""
+"""tokenizer.py against the `tokenizers` library and sentencepiece, case by case and at random; damaged files."""
 import base64
 import functools
 import itertools
 import json
 import random
 import re
+import struct
 import time
+import tracemalloc
 import unicodedata
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
 
 import tokenizer as T
 from chat import ChatTemplate
-from tokenizer import GPT2, LLAMA3, QWEN2, BytePairs, StreamDecoder, Tokenizer
+from tokenizer import GPT2, LLAMA3, QWEN2, BytePairs, Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = {"gpt2": [GPT2], "llama3": [LLAMA3], "qwen2": [QWEN2], "smollm2": [T.DIGIT, GPT2]}
@@ -295,8 +297,8 @@ def test_the_random_vocabularies_would_catch_tiktoken_used_without_proof():
 def test_the_heap_is_textbook_bpe():
     def textbook(pairs, ids):
         while ranked := [(pairs.merges[p], i) for i, p in enumerate(itertools.pairwise(ids)) if p in pairs.merges]:
-            rank, i = min(ranked)
-            ids[i:i + 2] = [pairs.made[rank]]
+            (_, made), i = min(ranked)
+            ids[i:i + 2] = [made]
         return ids
 
     rng = random.Random(3)
@@ -434,8 +436,6 @@ def test_tk_12_holes_in_the_id_range():
     assert tok.vocab_size == 301 and tok.token_bytes(300) == b"end" and tok.token_bytes(298) == b"x298"
     assert tok.decode([97, 299, 98, 305, -1, 10**12, 300]) == "abend"
     assert tok.token_bytes(299) == tok.token_bytes(305) == b""
-    stream = StreamDecoder(tok)
-    assert [stream.push(i) for i in (97, 299, 305, 98)] == ["a", "", "", "b"]
 
 
 def test_decoding_equals_the_library(smol, smol_library):
@@ -464,12 +464,532 @@ def test_flags_of_added_tokens_equal_the_library():
     assert "<raw>" in tok.special and tok.special["<raw>"] not in tok.special_ids
 
 
+def test_without_control_tokens_the_other_added_tokens_are_still_found():
+    """As the library does with encode_special_tokens: runs of spaces and tags are vocabulary, <|im_end|> is characters,
+    and nothing is looked for inside it."""
+    theirs = library({c: i for i, c in enumerate(T.ALPHABET)}, [], special=["<|im_end|>", "<e>", "<think>!"])
+    theirs.add_tokens([AddedToken("  ", normalized=False), AddedToken("<think>", normalized=False), AddedToken("end"),
+                       AddedToken("e>", lstrip=True)])
+    theirs.encode_special_tokens = True
+    tok, rng = ours(theirs), random.Random(7)
+    for _ in range(1500):
+        text = "".join(rng.choices(["  ", " ", "<think>", "!", "<|im_end|>", "<e>", "end", "e>", "<", "x"], k=8))
+        ids = tok.encode(text)
+        assert ids == theirs.encode(text).ids and not set(ids) & tok.special_ids, text
+    assert tok.special["<think>"] in tok.encode("<think>") and tok.encode("<think>!") == [*b"<think>!"]
+
+
+@pytest.mark.parametrize("dropout", [None, 0, 0.0])
+def test_no_dropout_is_no_dropout(dropout):
+    assert Tokenizer.from_json(tree(model__dropout=dropout)).encode("ab") == [256]
+
+
 def test_add_prefix_space_equals_the_library():
     theirs = library({c: i for i, c in enumerate(T.ALPHABET)}, [], special=["<s>"])
     theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     tok = ours(theirs)
     for text in ("", "a", " a", "\na", "<s>a<s> b", "\x1ca", "\u3000a"):
         assert tok.encode(text, allow_special=True) == theirs.encode(text).ids, repr(text)
+
+
+# ------------------------------------------------------------------ SentencePiece in tokenizer.json
+
+BYTES = [f"<0x{b:02X}>" for b in range(256)]
+BLANKS = ["▁", "a▁b", "▁▁ ▁", " a", "a ", "  a  b   ", "\n a\n\n b", "\t\ta", "a\x00b", "<0x41> <unk> <s>", "▁a ▁b",
+          "ab" * 40]
+FALLBACK = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+STRIP = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+                           decoders.Strip(" ", 1, 0)])
+FORMS = {  # normalizer, pre-tokenizer, decoder
+    "legacy": (normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]), None, STRIP),
+    "gemma": (normalizers.Replace(" ", "▁"), None, FALLBACK),
+    **{f"{scheme}{'-split' * split}": (None, pre_tokenizers.Metaspace("▁", scheme, split), STRIP)
+       for scheme in ("always", "first", "never") for split in (False, True)},
+    "metaspace": (None, pre_tokenizers.Metaspace(), decoders.Metaspace()),
+    "metaspace-never": (None, pre_tokenizers.Metaspace("▁", "never"), decoders.Metaspace("▁", "never")),
+}
+
+
+def sp_library(vocab, merges, form="legacy", **options) -> Library:
+    made = Library(models.BPE(vocab=vocab, merges=merges, **options))
+    normalizer, before, made.decoder = FORMS[form]
+    if normalizer is not None:
+        made.normalizer = normalizer
+    if before is not None:
+        made.pre_tokenizer = before
+    return made
+
+
+def random_pieces(rng: random.Random):
+    """A vocabulary of characters that training would not make: see random_vocabulary; some bytes, some of "<unk>"."""
+    letters = ["▁", "a", "b"] + ["é"] * (rng.random() < 0.5)
+    pool, merges = list(letters), []
+    pool += ["<unk>", "<0xC3>"] * (rng.random() < 0.1)
+    for _ in range(rng.randint(1, 14)):
+        left, right = rng.choice(pool), rng.choice(pool)
+        if len(left + right) <= 20:
+            merges.append((left, right))
+            pool += [left + right] * (left + right not in pool)
+    rng.shuffle(merges)
+    merges += rng.sample(merges, k=min(len(merges), rng.randint(0, 2)))
+    spelled = rng.choice((BYTES, BYTES, [], rng.sample(BYTES, k=200)))
+    unmade = ["".join(rng.choices(letters, k=rng.randint(2, 5))) for _ in range(3)]
+    tokens = list(dict.fromkeys(["<unk>", *spelled, *pool, *unmade]))
+    if rng.random() < 0.2 and not any("▁" in pair for pair in merges):
+        tokens.remove("▁")
+    return dict(zip(tokens, rng.sample(range(len(tokens)), k=len(tokens)))), merges
+
+
+def sp_disagreements(cases: int, seed: int, change=lambda tok: None) -> int:
+    rng, wrong = random.Random(seed), 0
+    for case in range(cases):
+        vocab, merges = random_pieces(rng)
+        theirs = sp_library(vocab, merges, list(FORMS)[case % len(FORMS)], byte_fallback=rng.random() < 0.7,
+                            unk_token=rng.choice(("<unk>", "<unk>", None)), fuse_unk=rng.random() < 0.5,
+                            ignore_merges=rng.random() < 0.3)
+        theirs.add_special_tokens([AddedToken("<s>", normalized=rng.random() < 0.3), AddedToken("</s>")])
+        theirs.add_tokens([AddedToken("bb", normalized=rng.random() < 0.5), AddedToken("▁ a", normalized=False)])
+        tok = ours(theirs)
+        change(tok)
+        for _ in range(15):
+            text = "".join(rng.choices(["a", "a", "b", " ", " ", "▁", "é", "ü", "\n", "<s>", "</s>", "bb", "😀"],
+                                       k=rng.randint(0, 12)))
+            theirs.encode_special_tokens = bool(control := rng.random() < 0.5)
+            wrong += tok.encode(text, allow_special=not control) != theirs.encode(text).ids
+    return wrong
+
+
+def test_ids_of_random_sentencepiece_vocabularies_equal_the_library():
+    assert sp_disagreements(500, seed=0) == 0
+
+
+@pytest.mark.slow
+def test_ids_of_very_many_random_sentencepiece_vocabularies_equal_the_library():
+    assert sp_disagreements(20_000, seed=1) == 0
+
+
+def test_the_random_sentencepiece_vocabularies_would_catch_cuts_without_proof():
+    def everywhere(tok):
+        tok.cuts = [T.regex.compile("▁*[^▁]*")]
+
+    assert sp_disagreements(150, seed=0, change=everywhere) > 10
+
+
+SENTENCES = [*HARD, *BLANKS, (ROOT / "tokenizer.py").read_text()[:30_000],
+             "the cat sat on the mat, then the hat. " * 20,
+             "one two  three   four\n\n    five 12345 67 8 über straße naïve café 季節は巡る。 季節 " * 5]
+
+
+@functools.cache
+def trained(split: bool) -> tuple[dict, list]:
+    """Vocabulary and merges from the library's own trainer; without `split` tokens cross spaces ("e▁t")."""
+    made = Library(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    made.normalizer = FORMS["legacy"][0]
+    if split:
+        made.pre_tokenizer = pre_tokenizers.Metaspace("▁", "always", True)
+    lines = [line for text in SENTENCES for line in text.replace("\x00", "").splitlines() if len(line) < 200]
+    made.train_from_iterator(lines, trainers.BpeTrainer(
+        vocab_size=900, special_tokens=["<unk>", "<s>", "</s>", *BYTES], show_progress=False))
+    model = json.loads(made.to_str())["model"]
+    return model["vocab"], [tuple(pair) for pair in model["merges"]]
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_trained_sentencepiece_vocabulary_equals_the_library(form, split):
+    """Every spelling of Llama 2's, TinyLlama's and Mistral's tokenizer.json, on the hard corpus: ids, and text back."""
+    vocab, merges = trained(split)
+    theirs = sp_library(vocab, merges, form, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    theirs.add_special_tokens([AddedToken(t, normalized=False) for t in ("<unk>", "<s>", "</s>")])
+    theirs.add_tokens([AddedToken("[X]", normalized=False), AddedToken("      ", normalized=False)])
+    tok = ours(theirs)
+    spaces = theirs.token_to_id("      ")  # by Metaspace's decoder a first token loses its spaces, but not this one
+    crossing = {text for text in vocab if "▁" in text.lstrip("▁")}
+    assert bool(crossing) is not split and "<0x00>" in vocab
+    for text in [*SENTENCES, *corpus(21, 400), *map(str.upper, HARD)]:
+        for control in (True, False):
+            text = text.replace("漢", "<s>").replace("Z", "[X]")
+            theirs.encode_special_tokens = not control
+            ids = theirs.encode(text).ids
+            assert tok.encode(text, allow_special=control) == ids, repr(text)
+            for skip in (True, False):
+                shown = ids[form == "metaspace" and ids[:1] == [spaces]:]
+                assert tok.decode(shown, skip_special=skip) == theirs.decode(shown, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("form", ["legacy", "first", "metaspace", "gemma"])
+def test_decoding_any_ids_equals_the_library(form):
+    """Up to the number of U+FFFD: for a run of byte tokens that is not UTF-8 the library writes one for each byte, good
+    or bad, which no stream could do, and we write what is good."""
+    vocab, merges = trained(True)
+    theirs = sp_library(vocab, merges, form, byte_fallback=True, unk_token="<unk>")
+    theirs.add_special_tokens([AddedToken(t, normalized=False) for t in ("<unk>", "<s>", "</s>")])
+    theirs.add_tokens(["[▁X]"])
+    tok, rng = ours(theirs), random.Random(6)
+    plain = [i for t, i in vocab.items() if not t.startswith("<0x")] + [vocab[b] for b in BYTES[:128]] * 2
+    assert tok.special["[▁X]"] == 900
+    for _ in range(2000):
+        ids = rng.choices([*plain, 900, 10**6], k=rng.randint(0, 6))
+        for skip in (True, False):
+            assert tok.decode(ids, skip_special=skip) == theirs.decode(ids, skip_special_tokens=skip), ids
+    euro = [vocab[f"<0x{b:02X}>"] for b in "a€".encode()]
+    assert form == "metaspace" or tok.decode([*euro, euro[1], vocab["a"]]) == "a€\ufffda"
+
+
+def test_tk_12_holes_in_a_sentencepiece_vocabulary():
+    """TK-12 (pytorch/torchtune #1995): ids as declared; a hole is nothing, also in front of the dummy prefix."""
+    tok = ours(sp_library({"▁": 0, "a": 3, "▁a": 7, **{b: 10 + i for i, b in enumerate(BYTES)}}, [("▁", "a")],
+                          byte_fallback=True))
+    assert tok.vocab_size == 266 and tok.encode("a é") == [7, 0, 10 + 0xC3, 10 + 0xA9]
+    assert tok.decode([5, 10**9, -1, 7, 5, 7]) == "a a" and tok.token_bytes(5) == tok.token_bytes(5, first=True) == b""
+    assert (tok.token_bytes(7), tok.token_bytes(7, first=True)) == (b" a", b"a")
+
+
+LLAMA2 = ("{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+          "{% else %} {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}")
+
+
+def template_of(front=None, back=None) -> dict:
+    single = [{"SpecialToken": {"id": t, "type_id": 0}} if t else {"Sequence": {"id": "A", "type_id": 0}}
+              for t in (front, "", back) if t is not None]
+    return {"type": "TemplateProcessing", "single": single, "pair": single,
+            "special_tokens": {t: {"id": t, "ids": [i], "tokens": [t]} for i, t in enumerate(("<s>", "</s>"), 1)}}
+
+
+def llama2(post=None, **config) -> tuple[Tokenizer, Library]:
+    vocab, merges = trained(True)
+    theirs = sp_library(vocab, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    theirs.add_special_tokens([AddedToken(t, normalized=False) for t in ("<unk>", "<s>", "</s>")])
+    data = {**json.loads(theirs.to_str()), "post_processor": post or template_of("<s>")}
+    config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "unk_token": "<unk>", "chat_template": LLAMA2,
+              **config}
+    return Tokenizer.from_json(data, config), Library.from_str(json.dumps(data))
+
+
+def test_tk_13_a_llama_2_template_that_writes_bos_itself():
+    """TK-13 (vllm-project/vllm #27486): Llama 2's template writes <s>, and its tokenizer adds one: one comes."""
+    tok, theirs = llama2()
+    assert (tok.bos_id, tok.eos_ids, tok.add_bos, tok.add_eos) == (1, [2], True, False)
+    assert tok.names == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    messages = [{"role": "user", "content": "the cat </s> <s>"}]
+    ids = ChatTemplate(tok.chat_template).encode(messages, tok)
+    assert ids.count(1) == 1 and ids[0] == 1 and 2 not in ids and tok.decode(ids) == "[INST] the cat </s> <s> [/INST]"
+    text = "[INST] the cat [/INST] sat </s>"
+    assert tok.encode("<s>" + text, allow_special=True) == theirs.encode(text).ids
+    assert theirs.encode("<s>" + text).ids[:2] == [1, 1], "the library has it twice"
+
+
+@pytest.mark.parametrize("front, back", [("<s>", None), (None, "</s>"), ("<s>", "</s>"), (None, None)])
+def test_bos_and_eos_by_the_post_processor(front, back):
+    tok, theirs = llama2(template_of(front, back))
+    assert tok.encode("the cat") == theirs.encode("the cat").ids
+    assert tok.encode("the cat", bos=True) == [1, *tok.encode("the cat", bos=False)]
+    assert 2 not in tok.encode("the cat", allow_special=True), "a chat prompt is to be continued"
+    other, _ = llama2(template_of(front, back), add_bos_token=not front, add_eos_token=not back)
+    assert (other.add_bos, other.add_eos) == (not front, not back)
+
+
+def test_tk_17_long_runs_of_characters():
+    """TK-17 (openai/tiktoken #195, #245, #391): a text without any place to cut is one piece of 200,000 symbols."""
+    vocab, merges = {"▁": 0, "a": 1, "aa": 2, "aaaa": 3, "▁▁": 4, **{b: 5 + i for i, b in enumerate(BYTES)}}, [
+        ("a", "a"), ("aa", "aa"), ("▁", "▁")]
+    listed = ours(sp_library(vocab, merges, "never", byte_fallback=True))
+    scored = Tokenizer.from_gguf({f"tokenizer.ggml.{k}": v for k, v in {
+        "model": "llama", "tokens": list(vocab), "scores": [-1.0] * len(vocab), "token_type": [1] * 5 + [6] * 256,
+        "add_space_prefix": False, "add_bos_token": False}.items()})
+    start = time.perf_counter()
+    for tok in (listed, scored):
+        assert tok.encode("^" * 200_000) == [5 + 94] * 200_000
+        assert tok.encode("a" * 32_000) == [3] * 8000 and tok.encode(" " * 100_000) == [4] * 50_000
+    assert time.perf_counter() - start < 10  # a quadratic merge takes minutes
+
+
+def test_a_megabyte_of_sentencepiece_takes_a_few_seconds():
+    tok, theirs = llama2()
+    text = "".join(random.Random(0).choices([*SENTENCES[-2:], *corpus(8, 300)], k=4000))[:1_000_000]
+    start = time.perf_counter()
+    ids = tok.encode(text)
+    assert time.perf_counter() - start < 20 and ids == theirs.encode(text).ids
+
+
+# ------------------------------------------------------------------ SentencePiece with scores
+
+def sp_model(tmp_path, lines=None, **options):
+    """(bytes of a tokenizer.model made by sentencepiece's own trainer, its processor)"""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    options = {"vocab_size": 700, "model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity",
+               "remove_extra_whitespaces": False, "user_defined_symbols": ["<sep>", "▁▁", "ab▁c", "<sep>s"],
+               "character_coverage": 0.98, "hard_vocab_limit": False, "minloglevel": 2, **options}
+    lines = lines or [line for text in SENTENCES for line in text.replace("\x00", "").splitlines() if len(line) < 200]
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_prefix=str(tmp_path / "m"), **options)
+    data = (tmp_path / "m.model").read_bytes()
+    (tmp_path / "tokenizer.model").write_bytes(data)
+    return data, sentencepiece.SentencePieceProcessor(model_proto=data)
+
+
+def as_metadata(sp) -> dict:
+    kinds = [2 if sp.is_unknown(i) else 3 if sp.is_control(i) else 6 if sp.is_byte(i) else 1 for i in range(len(sp))]
+    pieces = [sp.id_to_piece(i) for i in range(len(sp))]
+    kinds = [4 if piece in ("<sep>", "▁▁", "ab▁c", "<sep>s") else kind for piece, kind in zip(pieces, kinds)]
+    data = {"model": "llama", "pre": "default", "tokens": pieces, "token_type": kinds, "bos_token_id": 1,
+            "eos_token_id": 2, "scores": [sp.get_score(i) for i in range(len(sp))]}
+    return {f"tokenizer.ggml.{key}": value for key, value in data.items()}
+
+
+SYMBOLS = ["a<sep>b", "<sep>", " <sep> <sep>s ", "   ab c  ab  c", "ab cab c", "<s>a</s>", "x▁▁▁y"]
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"add_dummy_prefix": False}, {"remove_extra_whitespaces": True, "user_defined_symbols": ["<sep>"]},
+    {"byte_fallback": False}, {"split_by_whitespace": False, "max_sentencepiece_length": 8}, {"split_digits": True},
+    {"allow_whitespace_only_pieces": True, "user_defined_symbols": []}], ids=str)
+def test_a_tokenizer_model_equals_sentencepiece(tmp_path, options):
+    """Ids and text for what its own trainer makes; and the same vocabulary in GGUF's form gives the same ids."""
+    _, sp = sp_model(tmp_path, **options)
+    tok = Tokenizer.from_folder(tmp_path)
+    assert (tok.bos_id, tok.eos_ids, tok.add_bos, tok.add_eos, tok.vocab_size) == (1, [2], True, False, len(sp))
+    assert tok.names == {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    toks = [tok]
+    if options.get("user_defined_symbols", True):
+        toks.append(Tokenizer.from_gguf({
+            **as_metadata(sp), "tokenizer.ggml.add_space_prefix": "add_dummy_prefix" not in options,
+            "tokenizer.ggml.remove_extra_whitespaces": "remove_extra_whitespaces" in options}))
+    for text in [*SENTENCES, *SYMBOLS, *corpus(22, 500), *map(str.title, HARD)]:
+        text = text.replace("漢", "<sep>").replace("季", "  ").encode("utf-8", "replace").decode()
+        ids = sp.encode(text)
+        for each in toks:
+            assert each.encode(text, bos=False) == ids, repr(text)
+            shown = each.decode(ids).lstrip(" " if "remove_extra_whitespaces" in options else "")  # of "▁" in a text
+            assert sp.unk_id() in ids or shown == sp.decode(ids)
+    assert tok.encode("hi") == [1, *sp.encode("hi")]
+
+
+def varint(n: int) -> bytes:
+    n &= (1 << 64) - 1
+    return bytes([n & 127 | 128]) + varint(n >> 7) if n > 127 else bytes([n])
+
+
+def field(number: int, value) -> bytes:
+    """One field of a protobuf message, by its Python type."""
+    if isinstance(value, float):
+        return varint(number << 3 | 5) + struct.pack("<f", value)
+    if isinstance(value, int):
+        return varint(number << 3) + varint(value)
+    data = value.encode() if isinstance(value, str) else value
+    return varint(number << 3 | 2) + varint(len(data)) + data
+
+
+def proto(pieces, trainer: dict, normalizer: dict) -> bytes:
+    """A tokenizer.model written out: pieces (text, score, kind), the other two by field number."""
+    def message(fields: dict) -> bytes:
+        return b"".join(field(number, value) for number, value in fields.items())
+
+    return b"".join(field(1, message({1: t, 2: float(score), 3: kind})) for t, score, kind in pieces) + field(
+        2, message(trainer)) + field(3, message(normalizer))
+
+
+BPE_MODEL = {3: 2, 35: 1}  # model_type, byte_fallback
+AS_IS = {1: "identity", 3: 1, 4: 0, 5: 1}  # add_dummy_prefix, remove_extra_whitespaces, escape_whitespaces
+
+
+def random_scored(rng: random.Random) -> list[tuple[str, float, int]]:
+    """Pieces that no trainer would make: equal scores, parts that are no pieces, symbols that overlap, dead ends."""
+    texts = list(dict.fromkeys("".join(rng.choices("▁aabbé", k=rng.randint(1, 6))) for _ in range(rng.randint(3, 25))))
+    symbols = list(dict.fromkeys("".join(rng.choices("▁ab", k=rng.randint(1, 3))) for _ in range(rng.randint(0, 2))))
+    spelled = BYTES * (rng.random() < 0.7)
+    pieces = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3), *((t, 0.0, 6) for t in spelled),
+              *((t, 0.0, 4) for t in symbols), ("unused", 0.0, 5)]
+    return pieces + [(t, float(rng.randint(-6, 2)), 1) for t in dict.fromkeys([*texts, "▁"]) if t not in symbols]
+
+
+def textbook_sentencepiece(text: str, pieces) -> list[int]:
+    """SentencePiece's BPE by its definition, without any haste."""
+    kinds = {kind: {t: i for i, (t, _, k) in enumerate(pieces) if k == kind} for kind in range(1, 7)}
+    text, parts = "▁" + text.replace(" ", "▁") if text else "", []
+    while text:
+        symbol = max((s for s in kinds[4] if text.startswith(s)), key=len, default="")
+        parts.append((symbol or text[0], bool(symbol)))
+        text = text[len(parts[-1][0]):]
+    while ranked := [(-pieces[kinds[1][a + b]][1], i) for i, ((a, frozen), (b, cold)) in enumerate(
+            itertools.pairwise(parts)) if not frozen and not cold and a + b in kinds[1]]:
+        _, i = min(ranked)
+        parts[i:i + 2] = [(parts[i][0] + parts[i + 1][0], False)]
+    ids = []
+    for part, _ in parts:
+        if (id := kinds[1].get(part, kinds[4].get(part))) is not None:
+            ids.append(id)
+        elif kinds[6]:
+            ids += [kinds[6][f"<0x{b:02X}>"] for b in part.encode()]
+        elif ids[-1:] != [0]:  # a row of unknown characters is one
+            ids.append(0)
+    return ids
+
+
+def sentencepiece_of(data: bytes):
+    """sentencepiece's own processor, or None where the package is not installed."""
+    try:
+        import sentencepiece
+    except ImportError:
+        return None
+    return sentencepiece.SentencePieceProcessor(model_proto=data)
+
+
+def scored_disagreements(cases: int, seed: int, change=lambda pieces: pieces) -> int:
+    """Texts on which ours differs from the textbook, which never differs from sentencepiece."""
+    rng, wrong = random.Random(seed), 0
+    for _ in range(cases):
+        pieces = random_scored(rng)
+        trainer = {**BPE_MODEL, 35: int(any(kind == 6 for _, _, kind in pieces))}
+        tok = Tokenizer(**T._from_protobuf(proto(change(pieces), trainer, AS_IS), {}))
+        sp = sentencepiece_of(proto(pieces, trainer, AS_IS))
+        for _ in range(12):
+            text = "".join(rng.choices(["a", "a", "b", "b", " ", "▁", "é", "ü", "\n"], k=rng.randint(0, 14)))
+            ids = textbook_sentencepiece(text, pieces)
+            assert sp is None or sp.encode(text) == ids, (pieces, text)
+            wrong += tok.encode(text, bos=False) != ids
+    return wrong
+
+def test_ids_of_random_scores_equal_the_textbook_and_sentencepiece():
+    assert scored_disagreements(250, seed=0) == 0
+
+
+@pytest.mark.slow
+def test_ids_of_very_many_random_scores_equal_the_textbook_and_sentencepiece():
+    assert scored_disagreements(10_000, seed=1) == 0
+
+
+@pytest.mark.parametrize("change", [
+    lambda pieces: [(t, s + i / 1e3, k) for i, (t, s, k) in enumerate(pieces)],  # no two scores are equal
+    lambda pieces: [(t, s, 1 if k == 4 else k) for t, s, k in pieces],  # user-defined symbols merge like others
+    lambda pieces: [(t, -s, k) for t, s, k in pieces]])
+def test_the_random_scores_would_catch_another_rule(change):
+    assert scored_disagreements(120, seed=0, change=change) > 3
+
+
+def model_of(trainer=None, normalizer=None, pieces=None) -> bytes:
+    pieces = pieces or [("<unk>", 0, 2), ("<s>", 0, 3), ("</s>", 0, 3), *((t, 0, 6) for t in BYTES), ("<sep>", 0, 4),
+                        ("▁", -1, 1), ("a", -2, 1), ("b", -3, 1), ("ab", -4, 1), ("▁ab", -5, 1)]
+    return proto(pieces, {**BPE_MODEL, **(trainer or {})}, {**AS_IS, **(normalizer or {})})
+
+
+PLAIN = [("<unk>", 0, 2), ("<s>", 0, 3), ("</s>", 0, 3), ("▁", -1, 1), ("a", -2, 1)]
+
+
+@pytest.mark.parametrize("options, word", [
+    (dict(trainer={3: 1}), "Unigram"), (dict(trainer={3: 4}), "char"), (dict(trainer={24: 1}), "whitespace_as_suffix"),
+    (dict(normalizer={2: b"x"}), "precompiled_charsmap"), (dict(normalizer={5: 0}), "escape_whitespaces"),
+    (dict(trainer={35: 0}), "byte_fallback"), (dict(pieces=PLAIN), "byte_fallback"),
+    (dict(pieces=[*PLAIN, ("a", 0, 1)], trainer={35: 0}), "twice"),
+    (dict(pieces=[*PLAIN, ("<0x41>", 0, 6)]), "bytes"),
+    (dict(pieces=[*PLAIN, *(("x" * i, 0, 6) for i in range(1, 257))]), "bytes"),
+    (dict(pieces=[*PLAIN, ("aa", 0, 5)], trainer={35: 0}), "'aa' is unused"),
+    (dict(pieces=[*PLAIN, ("aaaa", 0, 1), ("é" * 1001, 0, 1)], trainer={35: 0}), "1000 characters"),
+    (dict(pieces=[*PLAIN, ("", 0, 1)], trainer={35: 0}), "characters"),
+    (dict(pieces=[*PLAIN, ("b", 0, 9)]), "byte_fallback"),
+    (dict(pieces=[*PLAIN, ("b", 0, 9)], trainer={35: 0}), "types"),
+    (dict(pieces=[*PLAIN, ("b", float("nan"), 1)], trainer={35: 0}), "finite"),
+], ids=lambda value: str(value)[-40:])
+def test_a_sentencepiece_model_that_is_not_handled_is_refused_by_name(tmp_path, options, word):
+    (tmp_path / "tokenizer.model").write_bytes(model_of(**options))
+    with pytest.raises(ValueError, match=re.escape(word)):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_folder_with_a_sentencepiece_model(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(model_of())
+    tok = Tokenizer.from_folder(tmp_path)
+    ab, a, sep = tok.vocab_size - 1, tok.vocab_size - 4, tok.special["<sep>"]
+    assert tok.encode("ab<sep>ab") == [1, ab, sep, ab - 1] and tok.decode([1, ab, sep, ab, 2]) == "ab<sep> ab"
+    assert tok.special_ids == {0, 1, 2} and tok.encode("</s>a")[-1] == a and 2 not in tok.encode("</s>a")
+    config = {"bos_token": "<s>", "eos_token": "<|end|>", "chat_template": "x", "legacy": True,
+              "add_bos_token": False, "add_eos_token": True, "added_tokens_decoder": {
+                  "0": {"content": "<unk>", "special": True}, "500": {"content": "<|end|>", "special": True}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tok = Tokenizer.from_folder(tmp_path)
+    assert (tok.eos_ids, tok.add_bos, tok.add_eos, tok.vocab_size, tok.chat_template) == ([500], False, True, 501, "x")
+    assert tok.encode("ab") == [ab, 500] and tok.encode("ab<|end|>ab", allow_special=True) == [ab, 500, ab]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "legacy": False}))
+    assert Tokenizer.from_folder(tmp_path).encode("ab<|end|>ab", allow_special=True) == [ab, 500, ab - 1]
+    folder(tmp_path, {})
+    assert Tokenizer.from_folder(tmp_path).encode("ab") == [256], "tokenizer.json counts where there are both"
+
+
+@pytest.mark.parametrize("changes, word", [
+    ({"scores": None}, "scores"), ({"token_type": None}, "token_type"), ({"scores": [0.0]}, "1 scores"),
+    ({"precompiled_charsmap": [1]}, "precompiled_charsmap"), ({"scores": [None] * 268}, "finite"),
+    ({"scores": [float("inf")] * 268}, "finite"), ({"scores": 5}, "damaged"), ({"token_type": [7] * 268}, "types"),
+    ({"tokens": ["a"] * 267 + [""]}, "characters"), ({"bos_token_id": 268}, "268")])
+def test_sentencepiece_metadata_that_is_not_handled_is_refused_by_name(changes, word):
+    tok = Tokenizer.from_gguf(sp_metadata())
+    assert tok.encode("ab é") == [1, 267, 263, 3 + 0xC3, 3 + 0xA9] and tok.decode(tok.encode("ab é")) == "ab é"
+    assert tok.names == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"} and tok.eos_ids == [2]
+    with pytest.raises(ValueError, match=re.escape(word)):
+        Tokenizer.from_gguf(sp_metadata(**changes))
+
+
+def sp_metadata(**changes) -> dict:
+    texts = ["<unk>", "<s>", "</s>", *BYTES, "<sep>", "[PAD]", "b", "a", "▁", "é" * 9, "ab", "▁a", "▁ab"]
+    data = {"model": "llama", "tokens": texts, "scores": [-float(i) for i in range(268)],
+            "token_type": [2, 3, 3] + [6] * 256 + [4, 5] + [1] * 7, **changes}
+    return {f"tokenizer.ggml.{key}": value for key, value in data.items() if value is not None}
+
+
+def test_user_defined_symbols_in_messages_stay_text():
+    """A symbol that looks like a tag is vocabulary in plain text, as in SentencePiece, and text in a user's message."""
+    tok = Tokenizer.from_gguf({**sp_metadata(), "tokenizer.chat_template": "{{ messages[0].content }}<sep>"})
+    sep = tok.special["<sep>"]
+    assert tok.encode("a<sep>").count(sep) == 1 and sep not in tok.special_ids
+    ids = ChatTemplate(tok.chat_template).encode([{"role": "user", "content": "a<sep>"}], tok)
+    assert ids.count(sep) == 1 and ids[-1] == sep and tok.decode(ids) == "a<sep><sep>"
+
+
+def test_damaged_sentencepiece_models_end_in_a_value_error_only():
+    """Bytes changed, lengths of 2**62, numbers that never end."""
+    rng, whole = random.Random(14), model_of()
+
+    def make(i):
+        data = bytearray(whole)
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(data)) if i % 2 else rng.choice((0, 1, len(data) - rng.randint(1, 20)))
+            data[at:at + rng.randint(0, 4)] = rng.choice((rng.randbytes(rng.randint(0, 3)), varint(1 << 62),
+                                                          b"\xff" * 12))
+        with T._reading("tokenizer.model"):
+            return Tokenizer(**T._from_protobuf(bytes(data), {}))
+
+    assert only_value_errors(make, 500) > 150
+
+
+@pytest.mark.parametrize("data", [
+    b"\n" + varint(1 << 62), b"\n\0" * 3000, b"\n" + b"\xff" * 50, b"\n", b"\x0b", field(2, field(3, 2)), field(1, 5),
+    field(2, 7), field(2, field(3, 2)) + b"\n\x02\n\x05", b"\n" * (1 << 25), field(2, field(3, b"x")),
+    field(2, field(3, 2)) + field(3, 5), field(1, field(1, b"\xff")) + field(2, field(3, 2))],
+    ids=lambda data: str(data[:9]))
+def test_hostile_sentencepiece_models_end_in_a_value_error_without_much_memory(data, monkeypatch):
+    monkeypatch.setattr(T, "MAX_PIECES", 1000)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"tokenizer\.model"), T._reading("tokenizer.model"):
+        T._from_protobuf(data, {})
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+def test_damaged_sentencepiece_json_and_metadata_end_in_a_value_error_only():
+    rng = random.Random(15)
+    tok, theirs = llama2(template_of("<s>", "</s>"))
+    data = json.loads(theirs.to_str())
+    keep = list(data["model"]["vocab"])[:300]
+    data["model"].update(vocab={t: i for i, t in enumerate(keep)},
+                         merges=[m for m in data["model"]["merges"] if {*m, "".join(m)} <= set(keep)])
+    wholes = [data, {**data, "normalizer": None, "pre_tokenizer": json.loads(FORMS["first"][1].__getstate__())}]
+
+    def make(i):
+        changed = wholes[i % 2] if i % 3 else sp_metadata()
+        for _ in range(rng.randint(1, 3)):
+            changed = mutate(rng, changed, depth=0)
+        changed = changed if isinstance(changed, dict) else {}
+        return Tokenizer.from_json(changed, {}) if i % 3 else Tokenizer.from_gguf(changed)
+
+    assert only_value_errors(make, 600) > 150
 
 
 # ------------------------------------------------------------------ BOS, EOS, files
@@ -554,7 +1074,8 @@ def tree(**changes) -> dict:
 
 
 @pytest.mark.parametrize("changes, word", [
-    ({"model__byte_fallback": True}, "SentencePiece"), ({"model__type": "Unigram"}, "Unigram"),
+    ({"model__byte_fallback": True}, "SentencePiece"), ({"model__dropout": 0.1}, "dropout=0.1"),
+    ({"model__type": "Unigram"}, "Unigram"),
     ({"model__type": "WordPiece"}, "WordPiece"), ({"model__continuing_subword_prefix": "##"},
                                                   "continuing_subword_prefix"),
     ({"model__end_of_word_suffix": "</w>"}, "end_of_word_suffix"), ({"normalizer": {"type": "NFKC"}}, "NFKC"),
@@ -569,7 +1090,7 @@ def tree(**changes) -> dict:
     ({"pre_tokenizer__pretokenizers__0": 5}, "damaged"),
     ({"post_processor": {"type": "BertProcessing"}}, "BertProcessing"),
     ({"post_processor": {"type": "TemplateProcessing", "single": [{"Sequence": {}},
-                                                                  {"SpecialToken": {"id": "<|e|>"}}]}}, "<|e|>"),
+        {"SpecialToken": {"id": "<|e|>"}}, {"SpecialToken": {"id": "<|e|>"}}]}}, "<|e|>"),
     ({"added_tokens": [{"id": 5, "content": "ab"}]}, "'ab'"), ({"added_tokens": [{"id": 5, "content": "<x>"}]},
                                                                "another token"),
     ({"added_tokens": [{"id": 300, "content": "<x>", "single_word": True}]}, "single_word"),
@@ -668,7 +1189,7 @@ def test_llama_3_tokenizer_model(tmp_path):
         assert tok.decode(tok.encode(text)) == text
 
 
-@pytest.mark.parametrize("data, word", [(b"\n\x0e\n\x05<unk>\x15\0\0\0\0", "SentencePiece"), (b"YQ== x",
+@pytest.mark.parametrize("data, word", [(b"\n\x0c\n\x05<unk>\x15\0\0\0\0", "SentencePiece"), (b"YQ== x",
                                                                                               "SentencePiece"),
                                         (b"YQ== 0\nYg== 1", "2 tokens"), (b"", "0 tokens"), (b"YQ==", "SentencePiece")])
 def test_another_tokenizer_model_is_refused_by_name(tmp_path, data, word):
@@ -772,140 +1293,3 @@ def test_a_table_restores_characters_once_control_tokens_are_found():
     disguised, table, end = "a\ue000|im_end|>\ue001<|im_end|>", {0xE000: "<", 0xE001: "b"}, tok.special["<|im_end|>"]
     assert tok.encode(disguised, allow_special=True, restore=table) == [97, 256, *b"im_end|>b", end]
     assert tok.encode(disguised, restore=table) == tok.encode(disguised.translate(table))
-
-
-# ------------------------------------------------------------------ streams
-
-def bytes_tokenizer(*pieces: str) -> tuple[Tokenizer, dict[str, int]]:
-    """256 bytes, the given pieces as tokens of their own, <|im_end|>."""
-    vocab = {c: i for i, c in enumerate(T.ALPHABET)}
-    for piece in pieces:
-        vocab.setdefault("".join(T.ALPHABET[b] for b in piece.encode()), len(vocab))
-    tok = ours(library(vocab, [], special=["<|im_end|>"]))
-    return tok, {piece: vocab["".join(T.ALPHABET[b] for b in piece.encode())] for piece in pieces}
-
-
-def deltas(tok: Tokenizer, ids, **options) -> tuple[list[str], StreamDecoder]:
-    stream = StreamDecoder(tok, **options)
-    out = [stream.push(i) for i in ids]
-    out.append(stream.finish())
-    assert "".join(out) == stream.text and stream.finish() == "" and stream.text == "".join(out)
-    return out, stream
-
-
-def test_d01_a_character_split_over_tokens_arrives_whole():
-    """D01 (exo-explore/exo PR #1691, turboderp-org/exllamav3 #171): bytes wait until their character is complete."""
-    tok = toy()
-    ids = [0xF0, 0x9F, 0x98, 0x80, 0xD0, 0xB6, 97]
-    out, stream = deltas(tok, ids)
-    assert out == ["", "", "", "😀", "", "ж", "a", ""] and stream.text == tok.decode(ids)
-
-
-def test_d11_an_incomplete_character_at_the_end():
-    """D11 (Blaizzy/mlx-vlm #1771): the rest is U+FFFD as in decode(), never an exception, never flushed at a space."""
-    tok, piece = bytes_tokenizer(" b")
-    b = piece[" b"]
-    for ids, expected in (([97, 0xE2, 0x82], ["a", "", "", "\ufffd"]), ([0xE2, 0x82, 0xAC, b], ["", "", "€", " b", ""]),
-                          ([0xE2, 0x82, b], ["", "", "\ufffd b", ""]), ([0xFF, 97, 0xC3], ["\ufffd", "a", "",
-                                                                                           "\ufffd"])):
-        out, stream = deltas(tok, ids)
-        assert out == expected and stream.text == tok.decode(ids)
-
-
-@pytest.mark.parametrize("stop, pieces, text", [
-    ("klmnopq", ["klm", "n", "op", "q"], ""), ("\nQ2:", ["ok", "\nQ2", ":", " hi"], "ok"), (" 7 8 9", ["6 7 8 9 0"],
-                                                                                            "6"),
-    ("aab", ["aa", "a", "ab", "c"], "aa"), ("abab", ["aba", "cab", "ab"], "abac"), ("é!", ["caf", "é", "!"], "caf"),
-])
-def test_d03_a_stop_string_spread_over_tokens(stop, pieces, text):
-    """D03 (vllm-project/vllm #3574, ggml-org/llama.cpp #11538): found wherever it falls; no part of it is shown."""
-    tok, ids = bytes_tokenizer(*pieces)
-    out, stream = deltas(tok, [ids[p] for p in pieces], stop=[stop])
-    assert stream.stopped and stream.text == text and "".join(out) == text
-
-
-@pytest.mark.parametrize("stop, pieces, text, stopped", [
-    ("four\nXX", ["two ", "three ", "four"], "two three four", False), ("\n", ["Rome", ".\n"], "Rome.", True),
-    ("Bob:", [" Bob", "?"], " Bob?", False), ("Bob:", [" Bob"], " Bob", False),
-])
-def test_d07_held_back_text_is_shown_at_the_end(stop, pieces, text, stopped):
-    """D07 (ggml-org/llama.cpp PRs #15007, #9867): what waited for a stop string comes out, exactly once."""
-    tok, ids = bytes_tokenizer(*pieces)
-    _, stream = deltas(tok, [ids[p] for p in pieces], stop=[stop])
-    assert (stream.text, stream.stopped) == (text, stopped)
-
-
-def test_d12_a_stop_string_that_is_a_control_token():
-    """D12 (vllm-project/vllm #2123): its id stops, though control tokens are no text; spelled out it stops too."""
-    tok = toy()
-    end = tok.special["<|im_end|>"]
-    out, stream = deltas(tok, [97, end, 98], stop=["<|im_end|>"])
-    assert (out, stream.stopped, stream.stop_ids) == (["a", "", "", ""], True, {end})
-    _, stream = deltas(tok, [97, *b"<|im_end|>", 98], stop=["<|im_end|>"])
-    assert (stream.text, stream.stopped) == ("a", True)
-    out, stream = deltas(tok, [97, end, 98])
-    assert (stream.text, stream.stopped) == ("ab", False)
-    _, stream = deltas(tok, [*b"xST", 0xE2, end], stop=["<|im_end|>", "STOP"])
-    assert (stream.text, stream.stopped) == ("xST\ufffd", True)
-    _, stream = deltas(tok, [97, end, 98], skip_special=False)
-    assert stream.text == "a<|im_end|>b"
-
-
-def test_d15_each_request_has_its_own_state():
-    """D15 (waybarrios/vllm-mlx PRs #109, #195): nothing of one stream shows up in another."""
-    tok = toy()
-    left = StreamDecoder(tok, stop=["xyz"])
-    left.push(0xF0), left.push(0x9F)  # aborted here
-    assert deltas(tok, b"ok")[1].text == "ok"
-    streams = [StreamDecoder(tok), StreamDecoder(tok)]
-    out = [[s.push(b[i]) for s, b in zip(streams, ("😀".encode(), "🙂".encode()))] for i in range(4)]
-    assert out[-1] == ["😀", "🙂"] and out[:3] == [["", ""]] * 3
-
-
-def test_d09_spaces_are_kept_and_a_character_of_the_prompt_is_completed():
-    """D09 (huggingface/transformers #22710): byte-level tokens carry their own spaces, first or not; what continues a
-    prompt is decode(prompt + output) minus decode(prompt)."""
-    tok, ids = bytes_tokenizer(" Hello", " world", "  two")
-    assert deltas(tok, [ids[" Hello"], ids[" world"]], prompt_ids=[97])[0] == [" Hello", " world", ""]
-    assert deltas(tok, [ids["  two"]])[0] == ["  two", ""]
-    assert deltas(tok, [0x98, 0x80, 97], prompt_ids=[*b"abc", 0xF0, 0x9F])[0] == ["", "😀", "a", ""]
-    assert deltas(tok, [97], prompt_ids=[])[0] == ["a", ""]
-
-
-def reference_text(text: str, stops: list[str]) -> str:
-    """The rule by brute force: the first end of any stop string; the longest of those that end there."""
-    for end in range(1, len(text) + 1):
-        if found := [s for s in stops if text[:end].endswith(s)]:
-            return text[:end - max(map(len, found))]
-    return text
-
-
-def test_streams_at_random():
-    """Sum of deltas = final text = brute force, whatever the pieces; nothing shown is ever beyond the final text; and
-    without stop strings it is what decode() says."""
-    tok, ids = bytes_tokenizer("ab", "aba", "b€", "ba b", "\nQ")
-    rng = random.Random(4)
-    choices = [*ids.values(), *b"aab\n ", *"€".encode(), *"😀".encode(), 0xFF, tok.special["<|im_end|>"], 999]
-    for _ in range(3000):
-        answer = rng.choices(choices, k=rng.randint(0, 14))
-        assert deltas(tok, answer)[1].text == tok.decode(answer)
-        stops = ["".join(rng.choices("ab€\n", k=rng.randint(1, 4))) for _ in range(rng.randint(1, 3))]
-        stream, shown, whole = StreamDecoder(tok, stop=stops), "", reference_text(tok.decode(answer), stops)
-        for i in answer:
-            shown += stream.push(i)
-            assert whole.startswith(shown) and "\ufffd" not in shown.replace("\ufffd", "", whole.count("\ufffd"))
-        assert shown + stream.finish() == whole == stream.text
-        assert stream.stopped == (whole != tok.decode(answer))
-
-
-@pytest.mark.parametrize("stop", ["END", [""], [5], [None]])
-def test_stop_must_be_a_list_of_texts(stop):
-    with pytest.raises(ValueError, match="stop"):
-        StreamDecoder(toy(), stop=stop)
-
-
-def test_a_long_stop_string_is_not_slow():
-    tok, stop = toy(), "ab" * 20_000
-    start = time.perf_counter()
-    _, stream = deltas(tok, b"ab" * 19_999 + b"b", stop=[stop])
-    assert stream.text == "ab" * 19_999 + "b" and time.perf_counter() - start < 5
