@@ -1,6 +1,7 @@
 """bench.py - measures what generate.py composes, side by side with its peers.
 
     python bench.py latency --peer transformers --peer llama.cpp      prefill and decode speed, batch 1
+    python bench.py latency --dtype auto --dtype bfloat16             packed weights beside expanded ones
     python bench.py perplexity FILE                                   quality: windows of 1,024 tokens of a text
 
 Machines are noisy and differ, so a figure is worth something only beside another one of the same run: the engines
@@ -27,6 +28,8 @@ import torch
 
 import checkpoint
 import generate
+import packed
+from model import linear
 
 # ------------------------------------------------------------------ the card
 
@@ -69,11 +72,11 @@ def read_bandwidth(megabytes: int = 512) -> float:
 
 
 class Ours:
-    name = "nanoinfer"
-
     def __init__(self, llm: generate.LLM):
         self.llm, self.cache = llm, llm.cache
-        self.name = f"nanoinfer {str(llm.dtype).removeprefix('torch.')}"
+        self.name = f"nanoinfer {llm.weights}"
+        tied = [llm.model.model["embed_tokens"]] if llm.model.lm_head is None else []
+        self.matrices = [m for m in llm.model.modules() if isinstance(m, (torch.nn.Linear, packed.QuantLinear))] + tied
 
     @torch.inference_mode()
     def _extend(self, ids: Sequence[int]) -> int:
@@ -93,6 +96,14 @@ class Ours:
     def decode(self, token: int) -> int:
         """Compute one more token, return the likeliest next one."""
         return self._extend([token])
+
+    @torch.inference_mode()
+    def matmuls(self) -> None:
+        """Only the products of a decode step, each matrix once: what is left if all else were free."""
+        for m in self.matrices:
+            tied = isinstance(m, torch.nn.Embedding)
+            x = torch.ones(1, m.embedding_dim if tied else m.in_features, dtype=self.llm.dtype, device=self.llm.device)
+            linear(x, m.weight) if tied else m(x)
 
 
 class Transformers:
@@ -159,11 +170,12 @@ class LlamaCpp:
 
 
 def latency(args: argparse.Namespace) -> dict:
-    llm, path = generate.load(args.model, dtype=args.dtype), checkpoint.resolve(args.model)
+    llms, path = [generate.load(args.model, dtype=d) for d in args.dtype], checkpoint.resolve(args.model)
+    llm = llms[0]
     longest = max(args.prompt, max(args.contexts) + args.tokens)
     if longest > llm.context or min(args.contexts) < 1:
         raise ValueError(f"contexts must be from 1 on and reach {longest} tokens here; the model's is {llm.context}")
-    engines = [Ours(llm)]
+    engines: list = [Ours(llm) for llm in llms]
     if "transformers" in args.peer:
         engines.append(_peer("transformers", lambda: Transformers(path, llm.dtype)))
     if "llama.cpp" in args.peer:
@@ -172,7 +184,7 @@ def latency(args: argparse.Namespace) -> dict:
         for flash in (False, True):
             engines.append(_peer("llama-cpp-python", lambda f=flash: LlamaCpp(path, f, longest + 8)))
     ids = [5 + (i * 7919) % (llm.model.config.vocab_size - 5) for i in range(longest)]
-    columns = [f"prefill {args.prompt}", *(f"decode at {c}" for c in args.contexts)]
+    columns = [f"prefill {args.prompt}", *(f"decode at {c}" for c in args.contexts), "matmuls alone"]
     speeds = {engine.name: {column: [] for column in columns} for engine in engines}
     for round_ in range(args.rounds + 1):  # the first round warms up and is not counted
         for engine in engines:
@@ -180,14 +192,15 @@ def latency(args: argparse.Namespace) -> dict:
             if round_:
                 for column, speed in zip(columns, measured):
                     speeds[engine.name][column].append(speed)
-    medians = {name: {c: round(statistics.median(v), 2) for c, v in row.items()} for name, row in speeds.items()}
-    ratios = {name: {c: round(statistics.median(a / b for a, b in zip(speeds[engines[0].name][c], row[c])), 3)
-                     for c in columns} for name, row in speeds.items() if name != engines[0].name}
-    print(f"\ntokens/s, batch 1, medians of {args.rounds} alternating rounds of {args.tokens} decode steps\n")
-    _table(["engine", *columns], [[name, *(f"{row[c]:.1f}" for c in columns)] for name, row in medians.items()])
+    medians = {name: {c: round(statistics.median(v), 2) for c, v in row.items() if v} for name, row in speeds.items()}
+    ratios = {name: {c: round(statistics.median(a / b for a, b in zip(speeds[engines[0].name][c], v)), 3)
+                     for c, v in row.items() if v} for name, row in speeds.items() if name != engines[0].name}
+    print(f"\ntokens/s, batch 1, medians of {args.rounds} alternating rounds of {args.tokens} decode steps; \"matmuls "
+          "alone\" is a step of nothing but its products\n")
+    _table("engine", columns, medians, ".1f")
     if ratios:
         print(f"\n{engines[0].name} against each (median of the rounds' ratios; above 1 is faster)\n")
-        _table(["peer", *columns], [[name, *(f"{row[c]:.2f}" for c in columns)] for name, row in ratios.items()])
+        _table("peer", columns, ratios, ".2f")
     return {"tokens_per_s": medians, "ratios": ratios, "model": llm.name}
 
 
@@ -199,7 +212,8 @@ def _peer(package: str, make: Callable):
 
 
 def _measure(engine, ids: Sequence[int], prompt: int, contexts: Sequence[int], n: int) -> list[float]:
-    """Tokens/s of a prefill of `prompt` tokens (the median of three), then of n decode steps behind each context."""
+    """Tokens/s of a prefill of `prompt` tokens (the median of three), then of n decode steps behind each context, then
+    of the products alone, where the engine can say."""
     engine.prefill(ids[:prompt])  # not counted: another engine has just had the caches and the cores
     seconds = []
     for _ in range(3):
@@ -214,10 +228,19 @@ def _measure(engine, ids: Sequence[int], prompt: int, contexts: Sequence[int], n
             token = engine.decode(token)
             seconds.append(time.perf_counter() - begin)
         speeds.append(1 / statistics.median(seconds))
+    if hasattr(engine, "matmuls"):
+        seconds = []
+        for _ in range(n):
+            begin = time.perf_counter()
+            engine.matmuls()
+            seconds.append(time.perf_counter() - begin)
+        speeds.append(1 / statistics.median(seconds))
     return speeds
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _table(what: str, columns: Sequence[str], figures: dict[str, dict[str, float]], form: str) -> None:
+    head = [what, *columns]
+    rows = [[name, *(format(row[c], form) if c in row else "-" for c in columns)] for name, row in figures.items()]
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     for row in (head, ["-" * w for w in widths], *rows):
         print("| " + " | ".join(cell.ljust(w) if i == 0 else cell.rjust(w)
@@ -247,26 +270,29 @@ def read_text(name: str) -> str:
 
 
 def perplexity(args: argparse.Namespace) -> dict:
-    text = read_text(args.file)
-    llm = generate.load(args.model, dtype=args.dtype)
-    ids = torch.tensor(llm.tokenizer.encode(text), device=llm.device)
-    windows = ids.split(args.window)[: args.windows]
-    windows = [w for w in windows if len(w) == args.window]
-    if not windows:
-        raise ValueError(f"{args.file} has {len(ids)} tokens, fewer than one window of {args.window}")
-    losses = []
-    for i, window in enumerate(windows):
-        losses.append(window_loss(llm.model, window))
-        print(f"\rwindow {i + 1}/{len(windows)}, perplexity so far {math.exp(statistics.fmean(losses)):.3f}",
-              end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
-    if not math.isfinite(sum(losses)):
-        raise ValueError("the model's logits are not finite: damaged weights, or a dtype too narrow for this model")
-    result = {"file": os.path.basename(args.file), "windows": len(windows), "window": args.window,
-              "dtype": str(llm.dtype).removeprefix("torch."), "model": llm.name,
-              "perplexity": round(math.exp(statistics.fmean(losses)), 4)}
-    print(f"\nperplexity {result['perplexity']:.3f}, {result['dtype']}, {len(windows)} windows of {args.window} tokens")
-    return result
+    text, found = read_text(args.file), {}
+    for dtype in args.dtype:
+        llm = generate.load(args.model, dtype=dtype)
+        ids = torch.tensor(llm.tokenizer.encode(text), device=llm.device)
+        windows = [w for w in ids.split(args.window)[: args.windows] if len(w) == args.window]
+        if not windows:
+            raise ValueError(f"{args.file} has {len(ids)} tokens, fewer than one window of {args.window}")
+        losses = []
+        for i, window in enumerate(windows):
+            losses.append(window_loss(llm.model, window))
+            print(f"\r{llm.weights}: window {i + 1}/{len(windows)}, perplexity so far "
+                  f"{math.exp(statistics.fmean(losses)):.3f}", end="", file=sys.stderr, flush=True)
+        print(file=sys.stderr)
+        if not math.isfinite(sum(losses)):
+            raise ValueError("the model's logits are not finite: damaged weights, or a dtype too narrow for this model")
+        found[llm.weights] = round(math.exp(statistics.fmean(losses)), 4)
+    print(f"\n{len(windows)} windows of {args.window} tokens")
+    (first, reference), *_ = found.items()
+    for weights, value in found.items():
+        beside = f", {value / reference - 1:+.3%} beside {first}" if weights != first else ""
+        print(f"perplexity {value:.3f}, {weights}{beside}")
+    return {"file": os.path.basename(args.file), "windows": len(windows), "window": args.window, "model": llm.name,
+            "perplexity": found}
 
 
 # ------------------------------------------------------------------ the command line
@@ -277,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--model", metavar="PATH", help="as in generate.py (default: SmolLM2-135M-Instruct)")
-    common.add_argument("--dtype", default="auto", help="as in generate.py (default: auto)")
+    common.add_argument("--dtype", action="append", help="as in generate.py (default: auto); several are compared")
     common.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s")
     p = commands.add_parser("latency", parents=[common], help="prefill and decode speed, batch 1, beside peers")
     p.add_argument("--peer", action="append", default=[], choices=["transformers", "llama.cpp"])
@@ -292,6 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--windows", type=int, default=16, help="how many, from the beginning (default: 16)")
     p.set_defaults(run=perplexity)
     args = parser.parse_args(argv)
+    args.dtype = list(dict.fromkeys(args.dtype or ["auto"]))
     try:
         for name in ("threads", "prompt", "tokens", "rounds", "window", "windows"):
             least = 2 if name == "window" else 1

@@ -46,7 +46,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 class Checkpoint(NamedTuple):
     path: str                     # the folder or file it was read from
-    config: dict                  # config.json as it is
+    config: dict                  # config.json as it is, an older quantize_config.json as its quantization_config
     generation: dict              # generation_config.json as it is, {} where there is none
     tensors: Mapping[str, Tensor]  # by Hugging Face name, read when asked for
 
@@ -69,6 +69,9 @@ def load(path: str | os.PathLike) -> Checkpoint:
         hint = "; pass the .gguf file itself" if any(folder.glob("*.gguf")) else ""
         raise FileNotFoundError(f"{folder} has no config.json, so it is not a Hugging Face model folder{hint}")
     config = _read_json(folder / "config.json")
+    older = folder / "quantize_config.json"  # where GPTQ's settings were before config.json had a place for them
+    if older.is_file() and "quantization_config" not in config:
+        config["quantization_config"] = {"quant_method": "gptq", **_read_json(older)}
     extra = folder / "generation_config.json"
     generation = _read_json(extra) if extra.is_file() else {}
     return Checkpoint(str(path), config, generation, _weights(folder) if path == folder else _all_of(path))
@@ -81,10 +84,16 @@ def _read_json(path: Path) -> dict:
             raise ValueError(f"it has {size:,} bytes, more than the {MAX_JSON:,} that such a file may have")
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as e:  # bad JSON and bad UTF-8 are ValueErrors
-        raise ValueError(f"{path} cannot be read as JSON: {e}") from None
+        raise ValueError(f"{path} cannot be read as JSON: {_line(e)}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a JSON {type(value).__name__}, and must hold an object")
     return value
+
+
+def _line(error: Exception) -> str:
+    """The first line of what a library says, printable and not long: it may quote the file, whatever that holds."""
+    line = str(error).partition("\n")[0][:300]
+    return line if line.isprintable() else ascii(line)
 
 
 def _weights(folder: Path) -> Mapping[str, Tensor]:
@@ -128,7 +137,8 @@ def _inside(index: Path, shard: str) -> Path:
     """The path of a shard. It must lie in the folder of the index: an index may come from a stranger, and must not
     point at other files of this machine, neither by a path nor through a link."""
     parts = PurePosixPath(shard).parts
-    if not parts or ".." in parts or re.search(r"^/|[\\:]", shard) or not shard.isprintable() or len(shard) > 255:
+    plain = shard.isprintable() and len(shard.encode()) <= 255 and not re.search(r"^/|[\\:]", shard)
+    if not plain or not parts or ".." in parts:
         raise ValueError(f"{index} names the file {shard!r:.100}, which is not a plain path inside its folder")
     path = index.parent.joinpath(*parts)
     folder, real = Path(os.path.realpath(index.parent)), Path(os.path.realpath(path))
@@ -154,7 +164,7 @@ class Tensors(Mapping):
         try:
             tensor = file.get_tensor(name)
         except Exception as e:  # a type that this version of safetensors or torch does not know
-            raise ValueError(f"tensor {name!r:.100} of {path} cannot be read: {e}") from None
+            raise ValueError(f"tensor {name!r:.100} of {path} cannot be read: {_line(e)}") from None
         # The format promises no alignment, and not every kernel accepts a float at an odd address.
         return tensor.clone() if tensor.data_ptr() % tensor.element_size() else tensor
 
@@ -177,7 +187,7 @@ def _open(path: Path):
         with open(path, "rb") as f:  # what it lets through: a key that appears twice
             json.loads(f.read(int.from_bytes(f.read(8), "little")), object_pairs_hook=_unique)
     except Exception as e:
-        raise ValueError(f"{path} is not a sound safetensors file: {e}") from None
+        raise ValueError(f"{path} is not a sound safetensors file: {_line(e)}") from None
     return file
 
 

@@ -3,8 +3,9 @@
     python generate.py "Why is the sky blue?"
 
 Everything else in this folder is one concept in one file, and no file knows another. Here they meet: checkpoint.py or
-gguf.py brings weights, tokenizer.py makes ids of text and chat.py of a conversation, model.py computes, kvcache.py
-remembers, sampling.py chooses.
+gguf.py brings weights, layouts.py reads those that others have quantized, packed.py computes on them as they are,
+tokenizer.py makes ids of text and chat.py of a conversation, model.py computes, kvcache.py remembers, sampling.py
+chooses.
 From Python it is three lines:
 
     import generate
@@ -23,11 +24,12 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import index
+from typing import NamedTuple
 
 if __name__ == "__main__":  # Ctrl-C while torch is imported just ends the program; `main` then takes over
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -36,6 +38,8 @@ import torch
 
 import checkpoint
 import gguf
+import layouts
+import packed
 import sampling
 from chat import ChatTemplate
 from kvcache import PagedKVCache
@@ -52,16 +56,119 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "pre
 # ------------------------------------------------------------------ loading
 
 
-def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", context: int | None = None) -> LLM:
+def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", context: int | None = None,
+         repack: str | None = None) -> LLM:
     """A model ready to answer.
 
-    path     a .gguf file, a Hugging Face folder, a .safetensors file with config.json beside it, `org/model` for the
-             Hugging Face hub, or None for the default model (fetched once, 98 MB)
-    dtype    auto (bfloat16 where the machine multiplies it natively, else float32), float32, bfloat16, float16, float64
+    path     a .gguf file, a Hugging Face folder (also one quantized by compressed-tensors, GPTQ or AWQ), a .safetensors
+             file with config.json beside it, `org/model` for the Hugging Face hub, or None for the default model
+             (fetched once, 98 MB)
+    dtype    auto: quantized weights stay as they are where there is a kernel for them; activations and all else in
+             bfloat16 where the machine multiplies it natively, else float32. float32, bfloat16, float16 and float64
+             expand every weight to that
     device   auto (cuda if there is one, else cpu) or a torch device
     context  most tokens of one conversation; None: the model's own, or what fits 2 GiB of KV cache
+    repack   int8 or int4: quantized weights without a kernel (Q6_K, fp8, ...) are rounded once more to run packed too
     """
     asked, path = path, checkpoint.resolve(path)
+    device = _device(device)
+    if dtype not in ("auto", *DTYPES):
+        raise ValueError(f"dtype {dtype!r} is unknown; known are auto, {', '.join(DTYPES)}")
+    keep = dtype == "auto"
+    if repack not in (None, "int8", "int4") or (repack and not keep):
+        raise ValueError(f"repack {repack!r} must be int8 or int4, and goes with dtype auto only, not {dtype}")
+    dtype = DTYPES[dtype] if not keep else torch.bfloat16 if _native_bfloat16(device) else torch.float32
+    is_gguf = os.path.isfile(path) and not path.endswith(".safetensors")
+    source = _read_gguf(path, dtype, keep) if is_gguf else _read_folder(path)
+    config = Config.from_dict(source.config)
+    weights = Weights(source.tensors, keep, int(repack[3:]) if repack else None, dtype, device)
+    model = Llama.from_tensors(config, weights, dtype, device, packed).fuse_()
+    ends = source.generation.get("eos_token_id")
+    ends = source.config.get("eos_token_id") if ends is None else ends
+    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    if not all(type(i) is int for i in ends):
+        raise ValueError(f"{path}: eos_token_id is {ends}, but must be token ids")
+    name = asked if asked and not os.path.exists(asked) else os.path.basename(os.path.abspath(path))
+    return LLM(model, source.tokenizer, name, _context(context, config, dtype), {*ends, *source.tokenizer.eos_ids},
+               _sampling_defaults(source.generation), f"{name}: {_about(source, weights, model)}")
+
+
+class Source(NamedTuple):
+    """A model as it lies on disk."""
+    config: dict                # in the style of config.json
+    tensors: Mapping            # name -> tensor, or packed weight (see packed.py)
+    tokenizer: Tokenizer
+    generation: dict            # generation_config.json
+    kinds: list[str]            # how the weights are stored, for people to read
+    nbytes: int                 # of all tensors on disk
+
+
+def _read_gguf(path: str, dtype: torch.dtype, keep: bool) -> Source:
+    file = gguf.GGUF(path, dtype, packed=keep)
+    kinds = sorted(file.types, key=file.types.get, reverse=True)
+    return Source(file.config, file, Tokenizer.from_gguf(file.metadata), {}, kinds, file.nbytes)
+
+
+def _read_folder(path: str) -> Source:
+    folder = checkpoint.load(path)
+    method = folder.config.get("quantization_config")
+    tensors = layouts.read(folder.config, folder.tensors) if method else folder.tensors
+    config = {k: v for k, v in folder.config.items() if k != "quantization_config"}
+    tokenizer = Tokenizer.from_folder(path if os.path.isdir(path) else os.path.dirname(path) or ".")
+    stored = list(folder.tensors.values())  # views of the mapped files: nothing is read
+    kinds = [method["quant_method"]] if method else sorted({str(t.dtype).removeprefix("torch.") for t in stored})
+    return Source(config, tensors, tokenizer, folder.generation, kinds, sum(t.nbytes for t in stored))
+
+
+class Weights(Mapping):
+    """What the model takes its weights from. A packed weight is passed on as it is if it may stay packed and there is a
+    kernel for it, and expanded otherwise."""
+
+    def __init__(self, tensors: Mapping, keep: bool, repack: int | None, dtype: torch.dtype, device: torch.device):
+        self.tensors, self.keep, self.repack, self.dtype, self.device = tensors, keep, repack, dtype, device
+        self.sizes, self.packed = {}, set()  # name -> number of weights; names of those that stayed packed
+        self.errors = {}  # name -> relative error of those that were packed anew
+
+    def __getitem__(self, name: str) -> torch.Tensor | dict:
+        weight = self.tensors[name]
+        if not isinstance(weight, Mapping):
+            self.sizes[name] = weight.numel()
+            return weight
+        self.sizes[name] = weight["codes"].numel()
+        if self.keep and not packed.fast(weight, self.device):
+            dense = layouts.dequantize(weight, self.dtype)
+            if not self.repack or dense.shape[1] % 32:
+                return dense
+            weight, self.errors[name] = packed.repack(dense, self.repack)
+        elif not self.keep:
+            return layouts.dequantize(weight, self.dtype)
+        self.packed.add(name)
+        return weight
+
+    def __iter__(self):
+        return iter(self.tensors)
+
+    def __len__(self):
+        return len(self.tensors)
+
+    def __contains__(self, name):
+        return name in self.tensors
+
+
+def _about(source: Source, weights: Weights, model: Llama) -> str:
+    """One line on what was found and how it runs."""
+    n, size = sum(weights.sizes.values()), source.nbytes
+    share, dtype = sum(weights.sizes[x] for x in weights.packed) / n, str(weights.dtype).removeprefix("torch.")
+    runs = "packed" if share > 0.99 else f"{share:.0%} packed, the rest in {dtype}" if share else f"in {dtype}"
+    if weights.errors:
+        runs += (f" ({sum(weights.sizes[x] for x in weights.errors) / n:.0%} repacked to {weights.repack} bits, "
+                 f"relative error up to {max(weights.errors.values()):.1%})")
+    memory = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    return (f"{source.config['model_type']}, {n / 1e6:,.1f} M parameters in {size / 1e6:,.1f} MB, {8 * size / n:.1f} "
+            f"bits each ({', '.join(source.kinds)}); runs {runs}, {memory / 1e6:,.1f} MB")
+
+
+def _device(device: str) -> torch.device:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -71,34 +178,18 @@ def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", 
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {str(device)!r} cannot be used: {str(error).splitlines()[0]}") from None
-    if dtype not in ("auto", *DTYPES):
-        raise ValueError(f"dtype {dtype!r} is unknown; known are auto, {', '.join(DTYPES)}")
-    dtype = DTYPES[dtype] if dtype != "auto" else torch.bfloat16 if _native_bfloat16(device) else torch.float32
-    if os.path.isfile(path) and not path.endswith(".safetensors"):
-        with gguf.GGUF(path, dtype) as file:
-            config = Config.from_dict(file.config)
-            tokenizer = Tokenizer.from_gguf(file.metadata)
-            model = Llama.from_tensors(config, file, dtype, device)
-        ends, generation = file.config.get("eos_token_id"), {}
-    else:
-        folder = checkpoint.load(path)
-        config = Config.from_dict(folder.config)
-        tokenizer = Tokenizer.from_folder(path if os.path.isdir(path) else os.path.dirname(path) or ".")
-        model = Llama.from_tensors(config, folder.tensors, dtype, device)
-        generation = folder.generation
-        ends = generation.get("eos_token_id")
-        ends = folder.config.get("eos_token_id") if ends is None else ends
-    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
-    if not all(type(i) is int for i in ends):
-        raise ValueError(f"{path}: eos_token_id is {ends}, but must be token ids")
+    return device
+
+
+def _context(context: int | None, config: Config, dtype: torch.dtype) -> int:
+    """Tokens of one conversation: as asked for, else the model's own, or what fits the KV cache."""
     per_token = 2 * config.n_layer * config.n_kv_head * config.head_dim * torch.finfo(dtype).bits // 8
     if context is None:
-        context = max(1, min(config.max_seq_len, KV_BYTES // per_token))
+        return max(1, min(config.max_seq_len, KV_BYTES // per_token))
     if not 1 <= context <= config.max_seq_len:
         why = f" (a sliding window of {config.sliding_window})" if config.sliding_window else ""
         raise ValueError(f"a context of {context} tokens was asked for; this model has 1 to {config.max_seq_len}{why}")
-    name = asked if asked and not os.path.exists(asked) else os.path.basename(os.path.abspath(path))
-    return LLM(model.fuse_(), tokenizer, name, context, {*ends, *tokenizer.eos_ids}, _sampling_defaults(generation))
+    return context
 
 
 def _native_bfloat16(device: torch.device) -> bool:
@@ -121,11 +212,14 @@ def _sampling_defaults(generation: dict) -> dict:
 class LLM:
     """A model, its tokenizer and its KV cache. `load` makes one."""
 
-    def __init__(self, model: Llama, tokenizer: Tokenizer, name: str, context: int, eos_ids: set[int], defaults: dict):
-        c, weight = model.config, model.model["embed_tokens"].weight
+    def __init__(self, model: Llama, tokenizer: Tokenizer, name: str, context: int, eos_ids: set[int], defaults: dict,
+                 about: str = ""):
+        c, weight = model.config, model.model["norm"].weight
         self.model, self.tokenizer, self.name, self.context = model, tokenizer, name, context
-        self.eos_ids, self.defaults = eos_ids, defaults
+        self.eos_ids, self.defaults, self.about = eos_ids, defaults, about
         self.device, self.dtype = weight.device, weight.dtype
+        is_packed = any(isinstance(m, packed.QuantLinear) for m in model.modules())
+        self.weights = "packed" if is_packed else str(weight.dtype).removeprefix("torch.")
         self.cache = PagedKVCache(c.n_layer, c.n_kv_head, c.head_dim, -(-context // 16), 16, max_seq_len=context,
                                   dtype=self.dtype, device=self.device)
 
@@ -211,7 +305,7 @@ class LLM:
         limit = room if max_tokens is None else min(max_tokens, room)
         stop = [stop] if isinstance(stop, str) else list(stop or ())
         seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed
-        return Answer(self, ids, seq, limit, StreamDecoder(self.tokenizer, stop), seed, logprobs,
+        return Answer(self, ids, seq, limit, StreamDecoder(self.tokenizer, stop, ids), seed, logprobs,
                       sampling.params([options], V))
 
 
@@ -357,7 +451,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
                      formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=110))
     add = parser.add_argument
     add("prompt", nargs="?", help="the question; without one, what is piped in, else a conversation")
-    add("--model", metavar="PATH", help="a .gguf file, a Hugging Face folder, or org/model (default: "
+    add("--model", metavar="PATH", help="a .gguf file, a Hugging Face folder (also GPTQ, AWQ, compressed-tensors), a "
+                                        ".safetensors file with its config.json, or org/model (default: "
                                         "SmolLM2-135M-Instruct, fetched once, 98 MB)")
     add("--raw", action="store_true", help="continue the prompt as it is, without the chat template; "
         "special tokens in it are plain text")
@@ -376,8 +471,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--logprobs", type=int, metavar="N", help="with --json, log-probabilities of the N likeliest tokens")
     add("--context", type=int, metavar="N", help="most tokens of a conversation (default: the model's own, at most "
                                                  "2 GiB of KV cache)")
-    add("--dtype", default="auto", choices=["auto", *DTYPES], help="of weights and KV cache (default: auto, that is "
-        "bfloat16 where the machine has it, else float32)")
+    add("--dtype", default="auto", choices=["auto", *DTYPES], help="expand all weights to this type (default: auto, "
+        "quantized weights as they are, the rest in bfloat16 where the machine has it, else float32)")
+    add("--repack", choices=["int8", "int4"], help="round quantized weights that no kernel takes as they are (Q6_K, "
+        "fp8) once more, to run packed (default: expand them)")
     add("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto)")
     add("--threads", type=int, metavar="N", help=f"CPU threads (default: {torch.get_num_threads()})")
     add("--json", action="store_true", help="print one JSON object instead of streaming text")
@@ -429,9 +526,8 @@ def _stream(answer: Answer) -> None:
 
 
 def _statistics(llm: LLM, answer: Answer) -> str:
-    dtype = str(llm.dtype).removeprefix("torch.")
     cached = f" ({answer.cached} cached)" if answer.cached else ""
-    parts = [llm.name, dtype, f"prompt {len(answer.prompt_ids)} tokens{cached}"]
+    parts = [llm.name, llm.weights, f"prompt {len(answer.prompt_ids)} tokens{cached}"]
     if answer.ttft_s is not None:
         parts.append(f"first token after {answer.ttft_s:.2f} s")
     speed = f" at {answer.tokens_per_s:.1f} tokens/s" if answer.tokens_per_s else ""
@@ -446,6 +542,8 @@ def _note_idle_flags(llm: LLM, args: argparse.Namespace) -> None:
 
 def _one(llm: LLM, prompt: str, args: argparse.Namespace) -> int:
     answer = llm.answer(llm.encode(prompt, raw=args.raw, system=args.system), **_options(args))
+    if not args.quiet:
+        _say(llm.about)
     _note_idle_flags(llm, args)
     if args.json:
         with _ctrl_c_aborts(answer):
@@ -494,7 +592,7 @@ def _chat(llm: LLM, args: argparse.Namespace) -> int:
     llm.answer(llm.encode_chat([*messages, {"role": "user", "content": ""}]), **options)  # mistakes show now, not later
     _note_idle_flags(llm, args)
     if not args.quiet:
-        _say(f"{llm.name}, context {llm.context} tokens. Ctrl-C ends an answer, Ctrl-D the conversation.")
+        _say(f"{llm.about}\ncontext {llm.context} tokens; Ctrl-C ends an answer, Ctrl-D the conversation")
     while True:
         try:
             text = input("> ")
@@ -543,7 +641,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             prompt = sys.stdin.read() if args.raw else sys.stdin.read().strip("\n")
         if prompt is not None and not prompt.strip() and not args.raw:
             raise ValueError("the prompt is empty")
-        llm = load(args.model, dtype=args.dtype, device=args.device, context=args.context)
+        llm = load(args.model, dtype=args.dtype, device=args.device, context=args.context,
+                   repack=args.repack)
         return _chat(llm, args) if prompt is None else _one(llm, prompt, args)
     except KeyboardInterrupt:
         return 130

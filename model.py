@@ -28,7 +28,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -101,11 +101,20 @@ class Config:
         return config
 
 
+def _quote(value: Any) -> str:
+    """What a message quotes of a value from a file: one short line, however long or deeply nested the value is."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # lists in lists in lists; an integer of thousands of digits
+        text = f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def _whole(d: Mapping[str, Any], key: str, default: int | None = None, most: int = 2**31) -> int:
     value = d.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
-        raise ValueError(f"config: {key} is {value!r}, but must be a whole number from 1 to {most}")
+        raise ValueError(f"config: {key} is {_quote(value)}, but must be a whole number from 1 to {most}")
     return value
 
 
@@ -114,7 +123,7 @@ def _positive(d: Mapping[str, Any], key: str, default: float | None = None) -> f
     value = default if value is None else value
     # The bounds keep every power, product and quotient that this file forms of such numbers finite.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1e-15 <= value <= 1e15:
-        raise ValueError(f"config: {key} is {value!r}, but must be a number from 1e-15 to 1e15")
+        raise ValueError(f"config: {key} is {_quote(value)}, but must be a number from 1e-15 to 1e15")
     return float(value)
 
 
@@ -122,7 +131,7 @@ def _flag(d: Mapping[str, Any], key: str, default: bool = False) -> bool:
     value = d.get(key)
     value = default if value is None else value
     if value not in (True, False):  # a string such as "false" would count as true
-        raise ValueError(f"config: {key} is {value!r}, but must be true or false")
+        raise ValueError(f"config: {key} is {_quote(value)}, but must be true or false")
     return bool(value)
 
 
@@ -130,15 +139,16 @@ def _refuse_unsupported(d: Mapping[str, Any]) -> None:
     family = d.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         # Gemma's tensors, for one, have exactly Llama's names, but its norm multiplies by (1 + weight).
-        raise ValueError(f"config: model_type {family!r} is not supported; this model runs {', '.join(FAMILIES)}")
+        raise ValueError(f"config: model_type {_quote(family)} is not supported; this model runs {', '.join(FAMILIES)}")
     experts = next((k for k in ("num_local_experts", "num_experts", "n_routed_experts") if d.get(k)), None)
     if experts:
-        raise ValueError(f"config: {experts} is {d[experts]!r}; mixture-of-experts models are not supported")
+        raise ValueError(f"config: {experts} is {_quote(d[experts])}; mixture-of-experts models are not supported")
     if d.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ValueError(f"config: hidden_act {d['hidden_act']!r} is not supported, only silu")
+        raise ValueError(f"config: hidden_act {_quote(d['hidden_act'])} is not supported, only silu")
     if d.get("quantization_config"):
         method = d["quantization_config"].get("quant_method") if isinstance(d["quantization_config"], dict) else None
-        raise ValueError(f"config: weights quantized with {method!r} are not supported; use the unquantized checkpoint")
+        raise ValueError(f"config: weights quantized with {_quote(method)} are not supported; "
+                         "use the unquantized checkpoint")
 
 
 def _rope_dict(d: Mapping[str, Any]) -> dict:
@@ -146,7 +156,7 @@ def _rope_dict(d: Mapping[str, Any]) -> dict:
     found = []
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(d.get(key) or {}, Mapping):
-            raise ValueError(f"config: {key} is {d[key]!r}, but must be an object")
+            raise ValueError(f"config: {key} is {_quote(d[key])}, but must be an object")
         rope = dict(d.get(key) or {})
         if any(isinstance(v, Mapping) for v in rope.values()):
             raise ValueError(f"config: {key} holds one set for each kind of layer, which is not supported")
@@ -154,12 +164,12 @@ def _rope_dict(d: Mapping[str, Any]) -> dict:
             found.append({**rope, "rope_type": rope.get("rope_type") or rope.get("type") or "default"})
     rope = found[0] if found else {"rope_type": "default"}
     if found and found[-1]["rope_type"] != rope["rope_type"]:  # transformers would let rope_scaling win: ask instead
-        raise ValueError(f"config: rope_parameters ask for RoPE type {rope['rope_type']!r}, rope_scaling for "
-                         f"{found[-1]['rope_type']!r}; keep one of the two")
+        raise ValueError(f"config: rope_parameters ask for RoPE type {_quote(rope['rope_type'])}, rope_scaling for "
+                         f"{_quote(found[-1]['rope_type'])}; keep one of the two")
     rope["rope_theta"] = _positive(rope, "rope_theta", _positive(d, "rope_theta", 10000.0))
     partial_rotary = rope.get("partial_rotary_factor", d.get("partial_rotary_factor"))
     if partial_rotary not in (None, 1, 1.0):
-        raise ValueError(f"config: partial_rotary_factor {partial_rotary!r} is not supported, only full rotation")
+        raise ValueError(f"config: partial_rotary_factor {_quote(partial_rotary)} is not supported, only full rotation")
     if rope["rope_type"] in ("llama3", "yarn") and rope.get("original_max_position_embeddings") is None:
         rope["original_max_position_embeddings"] = d.get("original_max_position_embeddings",
                                                          d.get("max_position_embeddings"))
@@ -203,7 +213,8 @@ def rope_frequencies(rope: Mapping[str, Any], head_dim: int) -> tuple[torch.Tens
         return inv / factor * (1 - keep) + inv * keep, 1.0
     if kind == "yarn":
         return _yarn(rope, inv, head_dim)
-    raise ValueError(f"config: RoPE type {kind!r} is not supported; known are default, linear, llama3, yarn, factors")
+    raise ValueError(f"config: RoPE type {_quote(kind)} is not supported; known are default, linear, llama3, yarn, "
+                     "factors")
 
 
 def _yarn(rope: Mapping[str, Any], inv: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, float]:
@@ -217,7 +228,7 @@ def _yarn(rope: Mapping[str, Any], inv: torch.Tensor, head_dim: int) -> tuple[to
     low = index(_positive(rope, "beta_fast", 32.0))
     high = index(_positive(rope, "beta_slow", 1.0))
     if _flag(rope, "truncate", True):
-        low, high = math.floor(low), math.ceil(high)
+        low, high = float(math.floor(low)), float(math.ceil(high))  # floats: with a theta near 1, beyond any integer
     low, high = max(low, 0), min(high, head_dim - 1)
     high = high + 0.001 if low == high else high
     keep = 1 - ((torch.arange(len(inv), dtype=torch.float64, device="cpu") - low) / (high - low)).clamp(0, 1)
@@ -265,13 +276,19 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x (*, K) @ weight (N, K).T + bias (N,) -> (*, N): F.linear, but faster for one row of bfloat16 on a CPU."""
-    if x.dtype == torch.bfloat16 and x.numel() == weight.shape[1] and x.device.type == "cpu":
-        # Decoding one sequence is matrix times vector, where torch's kernel for that reads bfloat16 weights about 1.6
-        # times faster than its matmul does, to the same bits on what was tried. float32 gains nothing, float16 loses.
+    """x (*, K) @ weight (N, K).T + bias (N,) -> (*, N): F.linear, but faster for one row of bfloat16 on some CPUs."""
+    if x.dtype == torch.bfloat16 and x.numel() == weight.shape[1] and x.device.type == "cpu" and _has_amx():
+        # Decoding one sequence is matrix times vector. On a CPU with AMX torch's kernel for that reads bfloat16 weights
+        # about 1.6 times faster than its matmul, which is made for that unit, to the same bits on what was tried;
+        # without AMX it is 1.3 times slower. float32 gains nothing, float16 loses.
         y = torch.mv(weight, x.reshape(-1))
         return (y if bias is None else y + bias).view(*x.shape[:-1], -1)
     return F.linear(x, weight, bias)
+
+
+@cache
+def _has_amx() -> bool:
+    return getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
 
 
 class Linear(nn.Linear):
@@ -412,13 +429,15 @@ class Llama(nn.Module):
         return linear(x, self.model["embed_tokens"].weight) if self.lm_head is None else self.lm_head(x)
 
     @classmethod
-    def from_tensors(cls, config: Config, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float32,
-                     device: str | torch.device = "cpu") -> Llama:
+    def from_tensors(cls, config: Config, tensors: Mapping[str, torch.Tensor | Mapping],
+                     dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu", packed=None) -> Llama:
         """A model for inference on the given weights, taken from the mapping one at a time and cast to dtype.
 
         Where dtype and device already fit, the tensors are used as they are, not copied. Every tensor is used or
         accounted for: a missing, surplus or misshapen one is a ValueError. Of a tied checkpoint a stale lm_head is
         passed over with a warning.
+        A weight may also be a dict of integer codes, scales, ...: then its layer is what `packed`, the module packed.py
+        or one like it, makes of that, QuantLinear(weight) or QuantEmbedding(weight, dtype).
         """
         with torch.device("meta"):  # no memory yet
             model = cls(config)
@@ -430,7 +449,8 @@ class Llama(nn.Module):
         if config.tie_embeddings and "lm_head.weight" in surplus:
             surplus.remove("lm_head.weight")
             head, embedding = tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]
-            if head.dtype != embedding.dtype or not torch.equal(head, embedding):
+            plain = isinstance(head, torch.Tensor) and isinstance(embedding, torch.Tensor)
+            if not plain or head.dtype != embedding.dtype or not torch.equal(head, embedding):
                 warnings.warn("the head is tied to the embedding: the checkpoint's own lm_head.weight is not used",
                               stacklevel=2)
         if surplus:
@@ -438,9 +458,12 @@ class Llama(nn.Module):
                              f"first {surplus[0]}")
         for name, parameter in wanted.items():
             tensor = tensors[name]
-            if tensor.shape != parameter.shape:
-                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, but the config "
-                                 f"asks for {tuple(parameter.shape)}")
+            shape = (tensor["codes"] if isinstance(tensor, Mapping) else tensor).shape
+            if shape != parameter.shape:
+                raise ValueError(f"{name} has shape {tuple(shape)}, but the config asks for {tuple(parameter.shape)}")
+            if isinstance(tensor, Mapping):
+                model._set_packed(name, tensor, dtype, device, packed)
+                continue
             if not tensor.is_floating_point():  # codes without their scales, say
                 raise ValueError(f"{name} holds {tensor.dtype}, not floating-point weights")
             owner, _, leaf = name.rpartition(".")
@@ -448,22 +471,38 @@ class Llama(nn.Module):
             setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=False))
         return model.eval()
 
+    def _set_packed(self, name: str, weight: Mapping, dtype: torch.dtype, device, packed) -> None:
+        """The layer that computes with a weight of codes takes the place of the one that was to hold its floats."""
+        if packed is None:
+            raise ValueError(f"{name} holds integer codes; pass the module packed.py, or dequantize them")
+        weight = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in weight.items()}
+        owner, _, leaf = name.removesuffix(".weight").rpartition(".")
+        if leaf != "embed_tokens":
+            setattr(self.get_submodule(owner), leaf, packed.QuantLinear(weight))
+            return
+        self.model["embed_tokens"] = packed.QuantEmbedding(weight, dtype)
+        if self.config.tie_embeddings:
+            self.lm_head = packed.QuantLinear(weight)
+
     def fuse_(self) -> Llama:
         """Join q/k/v and gate/up into one matrix each: seven matmuls a layer become four. In place, returns self.
 
         The last call before running: parameter names are no longer Hugging Face's afterwards. The old matrices are
-        let go layer by layer, so that memory rises by one layer only.
+        let go layer by layer, so that memory rises by one layer only. Packed matrices of unlike layouts stay apart.
         """
         for block in self.model["layers"]:
             a, m = block.self_attn, block.mlp
-            if a.qkv_proj is None:
-                a.qkv_proj, m.gate_up_proj = _join(a.q_proj, a.k_proj, a.v_proj), _join(m.gate_proj, m.up_proj)
-                a.q_proj = a.k_proj = a.v_proj = m.gate_proj = m.up_proj = None
+            if a.qkv_proj is None and (joined := _join(a.q_proj, a.k_proj, a.v_proj)) is not None:
+                a.qkv_proj, a.q_proj, a.k_proj, a.v_proj = joined, None, None, None
+            if m.gate_up_proj is None and (joined := _join(m.gate_proj, m.up_proj)) is not None:
+                m.gate_up_proj, m.gate_proj, m.up_proj = joined, None, None
         return self
 
 
-def _join(*linears: Linear) -> Linear:
-    """One Linear whose outputs are those of `linears`, one behind the other."""
+def _join(*linears: nn.Module) -> nn.Module | None:
+    """One layer whose outputs are those of `linears`, one behind the other; None if they differ in kind."""
+    if not all(isinstance(x, Linear) for x in linears):
+        return linears[0].join(linears) if all(type(x) is type(linears[0]) for x in linears) else None
     with torch.device("meta"):
         joined = Linear(linears[0].in_features, sum(x.out_features for x in linears), linears[0].bias is not None)
     joined.weight = nn.Parameter(torch.cat([x.weight for x in linears]), requires_grad=False)

@@ -33,8 +33,10 @@ def test_latency_beside_transformers(capsys, folder):
     assert code == 0 and "| engine" in out and "torch" in out
     ours, theirs = result["tokens_per_s"]
     assert ours == "nanoinfer float32" and theirs.startswith("transformers")
+    columns = ["prefill 20", "decode at 4", "decode at 20"]
     for row in (*result["tokens_per_s"].values(), result["ratios"][theirs]):
-        assert list(row) == ["prefill 20", "decode at 4", "decode at 20"] and all(v > 0 for v in row.values())
+        assert [c for c in row if c in columns] == columns and all(v > 0 for v in row.values())
+    assert "matmuls alone" in result["tokens_per_s"][ours] and "matmuls alone" not in result["tokens_per_s"][theirs]
     assert result["command"] == "latency" and result["card"]["threads"] == torch.get_num_threads()
 
 
@@ -77,7 +79,29 @@ def test_perplexity_is_the_exponential_of_the_mean_loss(capsys, folder, tmp_path
         with torch.inference_mode():
             logp = model(window)[0].log_softmax(-1)
         losses += [-logp[i, window[0, i + 1]].item() for i in range(31)]
-    assert result["windows"] == 3 and abs(result["perplexity"] - math.exp(sum(losses) / 93)) < 1e-3
+    assert result["windows"] == 3 and abs(result["perplexity"]["float64"] - math.exp(sum(losses) / 93)) < 1e-3
+
+
+def test_several_types_are_compared_in_one_run(capsys, folder, tmp_path):
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 4)
+    flags = ["--model", folder, "--dtype", "float64", "--dtype", "bfloat16"]
+    _, out, result = run(capsys, "perplexity", str(tmp_path / "text.txt"), *flags, "--window", "32")
+    wide, narrow = result["perplexity"]["float64"], result["perplexity"]["bfloat16"]
+    assert 0 < abs(wide - narrow) < 0.05 * wide and "% beside float64" in out
+    _, _, result = run(capsys, "latency", *flags, "--prompt", "8", "--contexts", "4", "--tokens", "2", "--rounds", "1")
+    assert list(result["tokens_per_s"]) == ["nanoinfer float64", "nanoinfer bfloat16"]
+    assert list(result["ratios"]["nanoinfer bfloat16"]) == ["prefill 8", "decode at 4", "matmuls alone"]
+
+
+def test_matmuls_are_those_of_a_step(folder, default_gguf):
+    """Every matrix once, the head included; of a tied model that is the embedding."""
+    for model, n in ((folder, 2 * 4 + 1), (default_gguf, 30 * 4 + 1)):
+        engine = bench.Ours(generate.load(model, dtype="bfloat16"))
+        engine.matmuls()
+        assert len(engine.matrices) == n
+    packed = bench.Ours(generate.load(default_gguf))
+    packed.matmuls()
+    assert len(packed.matrices) == 30 * 4 + 1 and packed.name == "nanoinfer packed"
 
 
 @pytest.mark.parametrize("argv, mentions", [

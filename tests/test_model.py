@@ -751,3 +751,68 @@ def test_fuzzed_configs_give_a_valueerror_or_a_usable_config():
             del config[key]
         accepted += accept_or_refuse(config)
     assert 300 < accepted < 2700, accepted  # neither side is empty
+
+
+# ------------------------------------------------------------------ packed weights
+
+
+class Packed:
+    """Stands for packed.py: layers that take a dict of codes and scales."""
+
+    class QuantLinear(torch.nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.w, self.bias = weight["codes"].double() * weight["scales"], None
+
+        def forward(self, x):
+            return torch.nn.functional.linear(x, self.w, self.bias)
+
+        @staticmethod
+        def join(layers):
+            if len({layer.w.shape for layer in layers}) > 1:
+                return None
+            joined = Packed.QuantLinear({"codes": torch.cat([layer.w for layer in layers]), "scales": 1})
+            if layers[0].bias is not None:
+                joined.bias = torch.cat([layer.bias for layer in layers])
+            return joined
+
+    class QuantEmbedding(torch.nn.Module):
+        def __init__(self, weight, dtype):
+            super().__init__()
+            self.w = (weight["codes"].double() * weight["scales"]).to(dtype)
+
+        def forward(self, ids):
+            return self.w[ids]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("which", ["all", "up", "v"])
+def test_packed_weights_become_the_layers_they_are_given_to(family, tied, which):
+    """A dict in place of a tensor: the layer is made by the module that was passed in, biases and a tied head find it,
+    and fuse_ joins what is alike: gate with up, q with k and v only if none of them is left in floats."""
+    config = Config.from_dict({"model_type": family, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+                               "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 11,
+                               "max_position_embeddings": 32, "tie_word_embeddings": tied})
+    torch.manual_seed(0)
+    floats, given = {}, {}
+    for name, p in Llama(config).double().state_dict().items():
+        floats[name] = given[name] = p
+        pick = {"all": p.dim() == 2, "up": "up_proj" in name, "v": "v_proj.weight" in name}[which]
+        if pick:
+            codes = torch.randint(-8, 8, p.shape)
+            given[name], floats[name] = {"codes": codes, "scales": 0.05}, codes.double() * 0.05
+    ids = torch.tensor([[1, 5, 10, 3]])
+    want = Llama.from_tensors(config, floats, torch.float64)(ids)
+    model = Llama.from_tensors(config, given, torch.float64, packed=Packed)
+    assert torch.allclose(model(ids), want, atol=1e-12)
+    assert torch.allclose(model.fuse_()(ids), want, atol=1e-12)
+    block = model.model["layers"][0]
+    assert (block.self_attn.qkv_proj is None) == (which == "v") and (block.mlp.gate_up_proj is None) == (which == "up")
+    assert isinstance(model.model["embed_tokens"], Packed.QuantEmbedding) == (which == "all")
+    with pytest.raises(ValueError, match=r"holds integer codes; pass the module packed\.py"):
+        Llama.from_tensors(config, given, torch.float64)
+    name = next(n for n in given if isinstance(given[n], dict))
+    given[name] = {"codes": torch.zeros(3, 5), "scales": 1}
+    with pytest.raises(ValueError, match=r"has shape \(3, 5\), but the config asks for"):
+        Llama.from_tensors(config, given, torch.float64, packed=Packed)
