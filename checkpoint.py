@@ -65,6 +65,10 @@ def load(path: str | os.PathLike) -> Checkpoint:
         raise ValueError(f"{path} is neither a model folder nor a .safetensors file")
     else:
         raise FileNotFoundError(f"{path} does not exist")
+    whole = path.is_file() or (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+    if path.name.startswith("adapter_") or ((folder / "adapter_config.json").is_file() and not whole):
+        raise ValueError(f"{path} holds a LoRA adapter, not a model; merge it into its base model first (peft does, "
+                         "with merge_and_unload) and pass the folder that save_pretrained then writes")
     if not (folder / "config.json").is_file():
         hint = "; pass the .gguf file itself" if any(folder.glob("*.gguf")) else ""
         raise FileNotFoundError(f"{folder} has no config.json, so it is not a Hugging Face model folder{hint}")

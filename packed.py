@@ -385,13 +385,16 @@ class QuantLinear(nn.Module):
     def _product(self, x: torch.Tensor) -> torch.Tensor:  # (M, K) -> (M, N)
         if self.kind == "triton":
             return quant_matmul(x, self.packed, self.scales, self.mins, 4 if self.nibbles else 8, self.group)
-        if self.kind == "dense" or (len(x) >= MANY_ROWS and self._block()):
+        if self.kind == "dense" or (x.shape[0] >= MANY_ROWS and self._block()):
             return x @ self._dense(x.dtype)
-        narrow = x.to(torch.bfloat16).contiguous()  # in any other type this kernel is many times slower
+        # in any other type this kernel is many times slower; asking first is cheaper than a call that does nothing
+        narrow = x if x.dtype == torch.bfloat16 else x.to(torch.bfloat16)
         if self.bits > 4:
             narrow = torch.cat((narrow, narrow), 1)  # (M, 2 K)
+        elif not narrow.is_contiguous():
+            narrow = narrow.contiguous()
         y = torch.ops.aten._weight_int4pack_mm_for_cpu(narrow, self.packed, self.group, self.scales)
-        return y.to(x.dtype)
+        return y if y.dtype == x.dtype else y.to(x.dtype)
 
     def _block(self) -> int | None:
         block = _int4_block()

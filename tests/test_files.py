@@ -262,6 +262,34 @@ def test_rt_20_weights_that_are_quantized_are_not_quantized_again(tmp_path):
         assert torch.equal(tensor, source.tensors[part]), part
 
 
+def test_adapters_and_parts_are_refused_by_name(tmp_path):
+    """A LoRA adapter, as a Hugging Face folder with or without a config.json and as a GGUF file, and one part of a GGUF
+    file of several, are not models; the message says what to do with them."""
+    for with_config in (False, True):
+        folder = tmp_path / f"adapter{with_config}"
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/model"}')
+        (folder / "adapter_model.safetensors").write_bytes(bytes(8))
+        if with_config:
+            (folder / "config.json").write_text("{}")
+        for path in (folder, folder / "adapter_model.safetensors"):
+            with pytest.raises(ValueError, match="holds a LoRA adapter, not a model; merge it into its base model"):
+                generate.load(str(path))
+
+    def string(text):
+        return len(text).to_bytes(8, "little") + text.encode()
+
+    three = (4).to_bytes(4, "little") + (3).to_bytes(4, "little")
+    adapter = (8).to_bytes(4, "little") + string("adapter")
+    for key, value, message in (("general.type", adapter, "a LoRA to be merged"),
+                                ("split.count", three, "one of 3 parts")):
+        pairs = string("general.architecture") + (8).to_bytes(4, "little") + string("llama") + string(key) + value
+        head = b"GGUF" + (3).to_bytes(4, "little") + (0).to_bytes(8, "little") + (2).to_bytes(8, "little")
+        (tmp_path / "m.gguf").write_bytes(head + pairs)
+        with pytest.raises(ValueError, match=message):
+            generate.load(str(tmp_path / "m.gguf"))
+
+
 @pytest.mark.parametrize(("quantization_config", "message"), [
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"), ({"quant_method": "hqq"}, "hqq"),
     ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"), ({"quant_method": 3}, "3"), ("awq", "quantiz"),
