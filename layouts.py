@@ -41,7 +41,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -191,7 +191,7 @@ def read(config: Mapping, tensors: Mapping[str, Tensor]) -> Weights:
         raise ValueError("the config has no quantization_config, so its weights are not quantized")
     method = quant.get("quant_method")
     if not isinstance(method, str) or method not in OPENERS:
-        raise ValueError(f"weights quantized with {method!r:.100} are not read, only with {', '.join(OPENERS)}; "
+        raise ValueError(f"weights quantized with {_quote(method)} are not read, only with {', '.join(OPENERS)}; "
                          "use the unquantized checkpoint or one in these layouts")
     linears = {}
     for name in tensors:
@@ -217,22 +217,32 @@ def read(config: Mapping, tensors: Mapping[str, Tensor]) -> Weights:
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
+def _quote(value: Any) -> str:
+    """What a message quotes of a value from a file: one short line, however long or deeply nested the value is."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # lists in lists in lists; an integer of thousands of digits
+        text = f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def _one_of(key: str, value, allowed: tuple):
     if not any(type(value) is type(a) and value == a for a in allowed):  # 4.0 is no whole number of bits, nor is True
-        raise ValueError(f"quantization_config: {key} is {value!r:.100}, but must be {' or '.join(map(repr, allowed))}")
+        wanted = " or ".join(map(repr, allowed))
+        raise ValueError(f"quantization_config: {key} is {_quote(value)}, but must be {wanted}")
     return value
 
 
 def _group_size(value) -> int:
     if type(value) is not int or not (value == -1 or 0 < value < 1 << 31):
-        raise ValueError(f"quantization_config: group_size is {value!r:.100}, but must be -1 or a number of columns")
+        raise ValueError(f"quantization_config: group_size is {_quote(value)}, but must be -1 or a number of columns")
     return value
 
 
 def _name_list(settings: Mapping, key: str) -> list[str]:
     names = settings.get(key) or []
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"quantization_config: {key} is {names!r:.100}, but must be a list of names")
+        raise ValueError(f"quantization_config: {key} is {_quote(names)}, but must be a list of names")
     return names
 
 
@@ -354,7 +364,8 @@ def _write_gptq(name: str, codes: Tensor, scales: Tensor, zeros: Tensor | None, 
 
 def _open_awq(quant: Mapping, linears: dict) -> Callable:
     _one_of("bits", quant.get("bits"), (4,))
-    _one_of("version", str(quant.get("version") or quant.get("format") or "gemm").lower(), ("gemm",))
+    version = quant.get("version") or quant.get("format") or "gemm"
+    _one_of("version", version.lower() if isinstance(version, str) else version, ("gemm",))
     size = _group_size(quant.get("group_size"))
     has_zeros = _one_of("zero_point", quant.get("zero_point", True), (True, False))
     _complete(linears, ("qweight", "scales") + (("qzeros",) if has_zeros else ()))
@@ -413,7 +424,7 @@ class Scheme(NamedTuple):
 
 def _read_scheme(weights: Mapping) -> Scheme:
     if not isinstance(weights, Mapping):
-        raise ValueError(f"quantization_config: the weights of a config group are {weights!r:.100}")
+        raise ValueError(f"quantization_config: the weights of a config group are {_quote(weights)}")
     kind, size = _one_of("type", weights.get("type", "int"), ("int", "float")), weights.get("group_size")
     bits = _one_of("num_bits", weights.get("num_bits", 8), tuple(range(2, 9)) if kind == "int" else (8,))
     symmetric = _one_of("symmetric", weights.get("symmetric", True), (True, False) if kind == "int" else (True,))
@@ -423,7 +434,7 @@ def _read_scheme(weights: Mapping) -> Scheme:
     block = {"group": (1, size), "block": weights.get("block_structure")}.get(strategy)
     if strategy in ("group", "block") and not (isinstance(block, (list, tuple)) and len(block) == 2 and
                                                all(type(b) is int and 0 < b < 1 << 31 for b in block)):
-        raise ValueError(f"quantization_config: {block!r:.100} are no rows and columns of a {strategy}")
+        raise ValueError(f"quantization_config: {_quote(block)} are no rows and columns of a {strategy}")
     return Scheme(bits, kind, symmetric, strategy, block and tuple(block))
 
 
@@ -432,7 +443,7 @@ def _open_compressed(quant: Mapping, linears: dict) -> Callable:
     for key in ("sparsity_config", "transform_config"):
         value = quant.get(key) or {}
         if not isinstance(value, Mapping) or value.get("format", "dense") != "dense" or value.get("config_groups"):
-            raise ValueError(f"quantization_config: {key} {value!r:.100} is not supported")
+            raise ValueError(f"quantization_config: {key} {_quote(value)} is not supported")
     groups = quant.get("config_groups")
     if not isinstance(groups, Mapping) or not all(isinstance(g, Mapping) for g in groups.values()):
         raise ValueError("quantization_config: config_groups must hold a description of each group of linears")
