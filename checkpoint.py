@@ -46,7 +46,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 class Checkpoint(NamedTuple):
     path: str                     # the folder or file it was read from
-    config: dict                  # config.json as it is, an older quantize_config.json as its quantization_config
+    config: dict                  # config.json as it is, but settings in older places are its quantization_config
     generation: dict              # generation_config.json as it is, {} where there is none
     tensors: Mapping[str, Tensor]  # by Hugging Face name, read when asked for
 
@@ -62,7 +62,7 @@ def load(path: str | os.PathLike) -> Checkpoint:
     elif path.is_file() and path.suffix == ".safetensors":
         folder = path.parent
     elif path.exists():
-        raise ValueError(f"{path} is neither a model folder nor a .safetensors file")
+        raise ValueError(f"{path} is neither a model folder nor a .safetensors or .gguf file")
     else:
         raise FileNotFoundError(f"{path} does not exist")
     whole = path.is_file() or (folder / SINGLE).is_file() or (folder / INDEX).is_file()
@@ -74,8 +74,12 @@ def load(path: str | os.PathLike) -> Checkpoint:
         raise FileNotFoundError(f"{folder} has no config.json, so it is not a Hugging Face model folder{hint}")
     config = _read_json(folder / "config.json")
     older = folder / "quantize_config.json"  # where GPTQ's settings were before config.json had a place for them
-    if older.is_file() and "quantization_config" not in config:
-        config["quantization_config"] = {"quant_method": "gptq", **_read_json(older)}
+    quantization = config.get("quantization_config") or config.pop("compression_config", None)
+    if not quantization and older.is_file():
+        quantization = {"quant_method": "gptq", **_read_json(older)}
+    config.pop("quantization_config", None)
+    if quantization:
+        config["quantization_config"] = quantization
     extra = folder / "generation_config.json"
     generation = _read_json(extra) if extra.is_file() else {}
     return Checkpoint(str(path), config, generation, _weights(folder) if path == folder else _all_of(path))

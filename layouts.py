@@ -119,15 +119,19 @@ def dequantize(weight: Mapping, dtype: torch.dtype = torch.float32) -> Tensor:
     ...             "zeros": torch.tensor([[1, 2]]), "mins": None, "g_idx": None, "bits": 4})
     tensor([[-2.0000,  0.0000,  0.0000,  0.5000]])
     """
-    codes, scales, g_idx = weight["codes"], weight["scales"].float(), weight["g_idx"]
+    codes, scales, zeros, mins, g_idx = (weight[key] for key in ("codes", "scales", "zeros", "mins", "g_idx"))
     columns = _neighbours(codes.shape[1], scales.shape[1], codes.device) if g_idx is None else g_idx.long()
-    w = codes.float()
-    if weight["zeros"] is not None:
-        w -= weight["zeros"].float()[:, columns]
-    w *= scales[:, columns]
-    if weight["mins"] is not None:
-        w += weight["mins"].float()[:, columns]
-    return w.to(dtype)
+    out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    for i in range(0, len(codes), 1024):  # rows at a time: only the result is as large as the matrix
+        rows = slice(i, i + 1024)
+        w = codes[rows].float()
+        if zeros is not None:
+            w -= zeros[rows].float()[:, columns]
+        w *= scales[rows].float()[:, columns]
+        if mins is not None:
+            w += mins[rows].float()[:, columns]
+        out[rows] = w
+    return out
 
 
 # ------------------------------------------------------------------ reading: which tensors are whose
@@ -334,7 +338,8 @@ def _open_gptq(quant: Mapping, linears: dict) -> Callable:
         if "g_idx" in t:
             g_idx = _checked_g_idx(f"{x}.g_idx", t["g_idx"], k, groups)
         else:
-            g_idx = None if size == -1 or k % size == 0 else torch.arange(k) // size  # the last group is short
+            short = size != -1 and k % size  # the last group
+            g_idx = torch.arange(k, device=t["qweight"].device) // size if short else None
         zeros = unpack(t["qzeros"], bits, 1, n).t().int().contiguous()  # (N, G)
         if version == "gptq":
             zeros = zeros + 1 & (1 << bits) - 1  # stored less one, and 0 less one as all ones
@@ -357,7 +362,7 @@ def _write_gptq(name: str, codes: Tensor, scales: Tensor, zeros: Tensor | None, 
     elif not zeros.all():
         raise ValueError(f"{name} has a zero point of 0, which gptq cannot hold, since it stores them less one: use "
                          "compressed-tensors or awq, or zero points from 1 on")
-    g_idx = _neighbours(k, groups) if g_idx is None else g_idx
+    g_idx = _neighbours(k, groups, codes.device) if g_idx is None else g_idx
     return {f"{name}.qweight": pack(codes.t(), bits, 0), f"{name}.qzeros": pack(zeros.t() - 1, bits, 1),
             f"{name}.scales": scales.t().contiguous(), f"{name}.g_idx": g_idx.int()}
 
@@ -420,6 +425,7 @@ class Scheme(NamedTuple):
     symmetric: bool
     strategy: str                 # what shares a scale: "tensor", "channel" (a row), "group" (in a row) or "block"
     block: tuple[int, int] | None  # rows and columns of a group or block
+    needs_g_idx: bool             # groups are not of neighbouring columns
 
 
 def _read_scheme(weights: Mapping) -> Scheme:
@@ -434,8 +440,10 @@ def _read_scheme(weights: Mapping) -> Scheme:
     block = {"group": (1, size), "block": weights.get("block_structure")}.get(strategy)
     if strategy in ("group", "block") and not (isinstance(block, (list, tuple)) and len(block) == 2 and
                                                all(type(b) is int and 0 < b < 1 << 31 for b in block)):
-        raise ValueError(f"quantization_config: {_quote(block)} are no rows and columns of a {strategy}")
-    return Scheme(bits, kind, symmetric, strategy, block and tuple(block))
+        key = "group_size" if strategy == "group" else "block_structure"
+        raise ValueError(f"quantization_config: {key} is {_quote(weights.get(key))}, which makes no {strategy}")
+    order = _one_of("actorder", weights.get("actorder"), ("group", "weight", "static", "dynamic", True, False, None))
+    return Scheme(bits, kind, symmetric, strategy, block and tuple(block), order in ("group", "dynamic", True))
 
 
 def _open_compressed(quant: Mapping, linears: dict) -> Callable:
@@ -461,7 +469,8 @@ def _open_compressed(quant: Mapping, linears: dict) -> Callable:
             raise ValueError(f"{x!r:.100} has packed tensors, but no config group has it among its targets")
         if (packed := "weight_packed" in parts) and scheme.kind == "float":
             raise ValueError(f"{x!r:.100} has packed tensors, but its config group says floating point")
-        _complete({x: parts}, ("weight_packed", "weight_shape") if packed else ("weight",))
+        codes = ("weight_packed", "weight_shape") if packed or "weight" not in parts else ("weight",)
+        _complete({x: parts}, (*codes, *(("weight_g_idx",) if scheme.needs_g_idx else ())))
         _complete({x: parts}, ("weight_scale",) if scheme.symmetric else ("weight_scale", "weight_zero_point"))
         scheme_of[x] = scheme
     return lambda x, t: _decode_compressed(x, t, scheme_of[x])
@@ -487,7 +496,7 @@ def _matches(entry: str, x: str) -> int:
 
 
 def _decode_compressed(x: str, t: Mapping[str, Tensor], scheme: Scheme) -> dict:
-    bits, kind, symmetric, strategy, block = scheme
+    bits, kind, symmetric, strategy, block, _ = scheme
     if packed := "weight_packed" in t:
         rows, words = _matrix(f"{x}.weight_packed", t["weight_packed"], (torch.int32,))
         _matrix(f"{x}.weight_shape", t["weight_shape"], (torch.int64, torch.int32), (2,))
@@ -507,7 +516,8 @@ def _decode_compressed(x: str, t: Mapping[str, Tensor], scheme: Scheme) -> dict:
     def by_row(part, dtypes):  # what is stored once for many rows, once for each: (N, G)
         value = t[part].reshape(1) if strategy == "tensor" and t[part].numel() == 1 else t[part]
         _matrix(f"{x}.{part}", value, dtypes, shape)
-        return value.repeat(n, 1) if strategy == "tensor" else value[torch.arange(n) // (block[0] if block else 1)]
+        of_row = torch.arange(n, device=value.device) // (block[0] if block else 1)
+        return value.repeat(n, 1) if strategy == "tensor" else value[of_row]
 
     scales, zeros, middle = _finite(f"{x}.weight_scale", by_row("weight_scale", FLOATS)), None, 0
     if "weight_zero_point" in t:
@@ -525,7 +535,8 @@ def _decode_compressed(x: str, t: Mapping[str, Tensor], scheme: Scheme) -> dict:
     if "weight_g_idx" in t:
         g_idx = _checked_g_idx(f"{x}.weight_g_idx", t["weight_g_idx"], k, scales.shape[1])
     else:
-        g_idx = torch.arange(k) // block[1] if strategy == "block" and k % block[1] else None
+        short = strategy == "block" and k % block[1]
+        g_idx = torch.arange(k, device=codes.device) // block[1] if short else None
     return _packed(codes, scales, zeros, g_idx, bits)
 
 
@@ -541,7 +552,7 @@ def _write_compressed(name: str, codes: Tensor, scales: Tensor, zeros: Tensor | 
                              "pack-quantized takes groups, zero points and fewer bits")
         return {f"{name}.weight": codes if fp8 else _signed(codes, 8), f"{name}.weight_scale": scales}
     stored = {f"{name}.weight_packed": pack(codes, bits, 1), f"{name}.weight_scale": scales,
-              f"{name}.weight_shape": torch.tensor(codes.shape)}
+              f"{name}.weight_shape": torch.tensor(codes.shape, device="cpu")}
     return stored if zeros is None else {**stored, f"{name}.weight_zero_point": pack(zeros, bits, 0)}
 
 

@@ -478,12 +478,15 @@ class Llama(nn.Module):
             raise ValueError(f"{name} holds integer codes; pass the module packed.py, or dequantize them")
         weight = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in weight.items()}
         owner, _, leaf = name.removesuffix(".weight").rpartition(".")
-        if leaf != "embed_tokens":
-            setattr(self.get_submodule(owner), leaf, packed.QuantLinear(weight))
-            return
-        self.model["embed_tokens"] = packed.QuantEmbedding(weight, dtype)
-        if self.config.tie_embeddings:
-            self.lm_head = packed.QuantLinear(weight)
+        try:
+            if leaf != "embed_tokens":
+                setattr(self.get_submodule(owner), leaf, packed.QuantLinear(weight))
+                return
+            self.model["embed_tokens"] = packed.QuantEmbedding(weight, dtype)
+            if self.config.tie_embeddings:
+                self.lm_head = packed.QuantLinear(weight)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
 
     def fuse_(self) -> Llama:
         """Join q/k/v and gate/up into one matrix each: seven matmuls a layer become four. In place, returns self.

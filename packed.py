@@ -48,7 +48,9 @@ if torch.version.cuda or torch.version.hip or "TRITON_INTERPRET" in os.environ: 
         triton = None
 
 KEYS = ("codes", "scales", "zeros", "mins", "g_idx", "bits")
-MANY_ROWS = 64  # from here on, expanding and multiplying densely is faster (measured: `python packed.py`)
+# From so many rows on, expanding and multiplying densely is faster, by bits: measured on a CPU, `python packed.py`. On
+# CUDA the kernel takes any number of rows, and whether it should is not measured.
+MANY_ROWS = {4: 80, 8: 40}
 GROUPS = (256, 128, 64, 32)  # that torch's CPU kernel takes
 
 # ------------------------------------------------------------------ the plain form
@@ -59,6 +61,11 @@ def check_weight(weight: Mapping) -> None:
     if set(weight) != set(KEYS):
         raise ValueError(f"a packed weight has the keys {', '.join(KEYS)}, not {', '.join(map(str, weight))}")
     codes, scales, bits = weight["codes"], weight["scales"], weight["bits"]
+    for name in ("scales", "mins"):
+        if weight[name] is not None and not (weight[name].is_floating_point() and weight[name].isfinite().all()):
+            raise ValueError(f"{name} must be finite floating-point numbers, and are {weight[name].dtype}")
+    if type(bits) is not int or (weight["zeros"] is not None and weight["zeros"].is_floating_point()):
+        raise ValueError(f"bits and zeros are whole numbers; bits are {bits!r}")
     if codes.dim() != 2 or scales.dim() != 2 or 0 in codes.shape or len(codes) != len(scales):
         raise ValueError(f"codes {tuple(codes.shape)} and scales {tuple(scales.shape)} must be (N, K) and (N, G)")
     K, G, g_idx = codes.shape[1], scales.shape[1], weight["g_idx"]
@@ -123,7 +130,7 @@ def from_nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 def _int4_group(N: int, K: int, G: int) -> int | None:
     """The group size with which torch's CPU kernel can take N x K weights in G groups a row; None if it cannot."""
-    if not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu") or N % 16 or K % G:
+    if not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu") or N % 16 or K % G or not _int4_block():
         return None
     return next((g for g in GROUPS if (K // G) % g == 0), None)
 
@@ -145,20 +152,19 @@ def _pack_int4(u, scales, mins, bits: int, group: int) -> tuple[torch.Tensor, to
     zero = m + (middle - lift) * s
     if bits > 4:
         s, zero = torch.cat((s, 16 * s), 1), torch.cat((zero, torch.zeros_like(zero)), 1)
-    parts = []
-    for rows in u.split(4096):  # a multiple of every block; torch asks for int32 codes, eight times the room
-        rows = rows + lift if lift else rows
+    packed = torch.empty(N, K // 2 if bits <= 4 else K, dtype=torch.uint8, device="cpu")
+    for i in range(0, N, 1024):  # rows at a time, a multiple of every block: torch asks for int32 codes, eight times
+        rows = u[i:i + 1024] + lift if lift else u[i:i + 1024]  # the room
         rows = torch.cat((rows & 15, rows >> 4), 1) if bits > 4 else rows
-        parts.append(torch._convert_weight_to_int4pack_for_cpu(rows.int(), 1))
-    packed = parts[0] if len(parts) == 1 else torch.cat(parts)
+        packed[i:i + 1024] = torch._convert_weight_to_int4pack_for_cpu(rows.int(), 1)
     return packed, torch.stack((s, zero), -1).bfloat16().transpose(0, 1).contiguous()
 
 
 @functools.cache
 def _int4_block() -> int | None:
     """How torch packs on this machine: blocks of 64 rows (AVX-512) or 32 (AVX2), a byte holding rows j and j + half a
-    block of one column. Tried out rather than believed; None where it is neither."""
-    codes = torch.arange(128 * 32, dtype=torch.int32).view(128, 32).mul_(7).bitwise_and_(15)
+    block of one column. Tried out rather than believed. None where it is neither: there the kernel is no fast one."""
+    codes = torch.randint(0, 16, (128, 32), generator=torch.Generator().manual_seed(0), dtype=torch.int32, device="cpu")
     packed = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
     return next((b for b in (64, 32) if torch.equal(_unpack_int4(packed, b).t(), codes.to(torch.uint8))), None)
 
@@ -313,15 +319,20 @@ def repack(w: torch.Tensor, bits: int, group: int = 32) -> tuple[dict, float]:
     """(packed weight, relative error): W (N, K) rounded to the nearest of 2^bits even steps between the least and the
     greatest weight of each group. For weights that came quantized in a form without a kernel, such as groups of 16;
     the error, |W' - W| / |W| in Frobenius norms, adds to what they lost before."""
-    grouped = w.float().unflatten(1, (-1, group))  # (N, G, group)
-    low, high = grouped.aminmax(dim=-1)
-    # as the kernel will have it; never less, or the last of 255 steps would end short of the greatest weight
-    scales = ((high - low) / (2**bits - 1) * (1 + 2**-8)).bfloat16().float()
-    scales = torch.where(scales == 0, 1, scales)
-    codes = ((grouped - low[..., None]) / scales[..., None]).round().clamp(0, 2**bits - 1)
-    error = (codes * scales[..., None] + low[..., None] - grouped).norm() / grouped.norm().clamp(min=1e-30)
-    return {"codes": codes.flatten(1).byte(), "scales": scales, "zeros": None, "mins": low, "g_idx": None,
-            "bits": bits}, error.item()
+    parts, lost, total = [], 0.0, 1e-30
+    for rows in w.split(1024):  # so that what is computed with takes little room beside the matrix
+        grouped = rows.float().unflatten(1, (-1, group))  # (rows, G, group)
+        low, high = grouped.aminmax(dim=-1)
+        # as the kernel will have it; never less, or the last of 255 steps would end short of the greatest weight
+        scales = ((high - low) / (2**bits - 1) * (1 + 2**-8)).bfloat16().float()
+        scales = torch.where(scales == 0, 1, scales)
+        codes = ((grouped - low[..., None]) / scales[..., None]).round().clamp(0, 2**bits - 1)
+        lost += (codes * scales[..., None] + low[..., None] - grouped).square().sum(dtype=torch.float64).item()
+        total += grouped.square().sum(dtype=torch.float64).item()
+        parts.append((codes.flatten(1).byte(), scales, low))
+    codes, scales, mins = (torch.cat(part) for part in zip(*parts))
+    weight = {"codes": codes, "scales": scales, "zeros": None, "mins": mins, "g_idx": None, "bits": bits}
+    return weight, math.sqrt(lost / total)
 
 
 def fast(weight: Mapping, device: str | torch.device = "cpu") -> bool:
@@ -345,10 +356,11 @@ def _plan(weight: Mapping, device: str) -> tuple[str, int]:
 
 
 class QuantLinear(nn.Module):
-    """y = x W^T + bias with W in 4 or 8 bits: x (*, K) -> (*, N) in x's dtype, whatever it is.
+    """y = x W^T + bias with W in 4 or 8 bits: x (*, K) -> (*, N) in x's dtype.
 
     weight is the packed weight of this file's docstring, on the device where the layer is to run, and may be let go
-    afterwards. The layer stays on that device: kernels differ in their layout. There is no gradient.
+    afterwards. The layer stays on that device and is not cast: kernels differ in their layout. There is no gradient.
+    The CPU kernel computes in bfloat16 with float32 sums: of a wider x, the few rows that it takes are rounded to that.
     Raises ValueError for a weight whose parts do not fit together.
     """
 
@@ -384,8 +396,10 @@ class QuantLinear(nn.Module):
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:  # (M, K) -> (M, N)
         if self.kind == "triton":
-            return quant_matmul(x, self.packed, self.scales, self.mins, 4 if self.nibbles else 8, self.group)
-        if self.kind == "dense" or (x.shape[0] >= MANY_ROWS and self._block()):
+            y = x.float() if x.dtype == torch.float64 else x
+            y = quant_matmul(y, self.packed, self.scales, self.mins, 4 if self.nibbles else 8, self.group)
+            return y.to(x.dtype)
+        if self.kind == "dense" or (x.shape[0] >= MANY_ROWS[4 if self.bits <= 4 else 8] and self._block()):
             return x @ self._dense(x.dtype)
         # in any other type this kernel is many times slower; asking first is cheaper than a call that does nothing
         narrow = x if x.dtype == torch.bfloat16 else x.to(torch.bfloat16)
@@ -421,8 +435,10 @@ class QuantLinear(nn.Module):
         same = all(isinstance(x, QuantLinear) and x._layout() == first._layout() for x in layers)
         if not same or (first.kind == "int4" and not all(x._block() for x in layers)):
             return None
-        if first.order is not None and not all(torch.equal(x.order, first.order) for x in layers):
-            return None
+        for name in ("order", "g_idx"):
+            columns = getattr(first, name)
+            if columns is not None and not all(torch.equal(getattr(x, name), columns) for x in layers):
+                return None
         joined = QuantLinear.__new__(QuantLinear)
         nn.Module.__init__(joined)
         joined.__dict__.update({k: v for k, v in first.__dict__.items() if not k.startswith("_")})
@@ -471,38 +487,37 @@ class QuantEmbedding(nn.Module):
 
 
 def demo() -> None:
-    """Bytes and error of 8 and 4 bits, and where expanding the matrix begins to pay: MANY_ROWS is from that table."""
+    """Bytes and error of 4 and 8 bits, and where expanding the matrix begins to pay: MANY_ROWS is from those tables."""
     torch.manual_seed(0)
-    N, K, group = 3072, 576, 32
-    dense, x = torch.randn(N, K), torch.randn(4, K)
-    low, high = dense.unflatten(1, (-1, group)).aminmax(dim=-1)
-    for bits in (8, 4):  # rounded to the nearest of 2^bits steps between a group's smallest and largest weight
-        scales = (high - low) / (2**bits - 1)
-        codes = ((dense.unflatten(1, (-1, group)) - low[..., None]) / scales[..., None]).round().flatten(1).byte()
-        layer = QuantLinear({"codes": codes, "scales": scales, "zeros": None, "mins": low, "g_idx": None, "bits": bits})
-        size, y = sum(b.nbytes for b in layer.buffers()), x @ dense.t()
-        error = (layer(x.bfloat16()).float() - y).norm() / y.norm()
-        print(f"{layer}: {size:,} bytes ({8 * size / dense.numel():.1f} bits a weight), relative error {error:.4f}")
-    if layer.kind == "int4" and layer._block():
-        _threshold(layer, dense.bfloat16())
+    dense, x = torch.randn(3072, 576), torch.randn(4, 576)
+    y = x @ dense.t()
+    for bits in (4, 8):
+        weight, error = repack(dense, bits)
+        layer = QuantLinear(weight)
+        size, off = sum(b.nbytes for b in layer.buffers()), (layer(x.bfloat16()).float() - y).norm() / y.norm()
+        print(f"{layer}\n{size:,} bytes, {8 * size / dense.numel():.1f} bits a weight; relative error of W "
+              f"{error:.4f}, of x W^T in bfloat16 {off:.4f}")
+        if layer.kind == "int4":
+            _threshold(layer, dense.bfloat16())
 
 
 def _threshold(layer: QuantLinear, half: torch.Tensor) -> None:
     def median_us(f):
         seconds = []
-        for _ in range(10):
+        for _ in range(8):
             begin = time.perf_counter()
             f()
             seconds.append(time.perf_counter() - begin)
         return 1e6 * statistics.median(seconds[1:])
 
-    print(f"\nmicroseconds, {tuple(half.shape)}:\n  rows  from 4 bits  expand, multiply  bfloat16")
+    print(f"  rows  packed as it is  expand, multiply  bfloat16    microseconds, {tuple(half.shape)}")
     product = torch.ops.aten._weight_int4pack_mm_for_cpu
-    for rows in (1, 4, 16, 32, 48, 64, 128, 512):
+    for rows in (1, 16, 48, 64, 96, 256):
         x = torch.randn(rows, layer.in_features).bfloat16()
-        times = (median_us(partial(product, x, layer.packed, layer.group, layer.scales)),
+        long = x if layer.bits <= 4 else torch.cat((x, x), 1)
+        times = (median_us(partial(product, long, layer.packed, layer.group, layer.scales)),
                  median_us(lambda x=x: x @ layer._dense(torch.bfloat16)), median_us(partial(torch.matmul, x, half.t())))
-        print("{:6} {:12.0f} {:17.0f} {:9.0f}".format(rows, *times))
+        print("{:6} {:16.0f} {:17.0f} {:9.0f}".format(rows, *times))
 
 
 if __name__ == "__main__":

@@ -411,7 +411,7 @@ def test_no_model_there(tmp_path):
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     with pytest.raises(FileNotFoundError, match=r"no config\.json.*pass the \.gguf file itself"):
         load(tmp_path)
-    with pytest.raises(ValueError, match=r"m\.gguf is neither a model folder nor a \.safetensors file"):
+    with pytest.raises(ValueError, match=r"m\.gguf is neither a model folder nor a \.safetensors or \.gguf file"):
         load(tmp_path / "m.gguf")
     folder_with(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"holds no weights"):

@@ -837,6 +837,26 @@ def test_act_order_of_compressed_tensors():
     entry = {"quantization_config": change(quantization_config(CT, 4, 32), actorder="group")}
     same(read(entry, {**write(CT, "x", w), "x.weight_g_idx": g_idx})["x.weight"], {**w, "g_idx": g_idx})
     same(read(entry, {**write(CT, "x", w), "x.weight_g_idx": g_idx.sort().values})["x.weight"], w)
+    with pytest.raises(ValueError, match=r"'x' has .*but no weight_g_idx: the file is incomplete"):
+        read(entry, write(CT, "x", w))  # not taken for groups of neighbours
+    entry = {"quantization_config": change(quantization_config(CT, 4, 32), actorder="weight")}
+    same(read(entry, write(CT, "x", w))["x.weight"], w)
+
+
+def test_nothing_lands_on_a_default_device():
+    """Who has set torch's default device to a GPU, here to meta, gets tensors where the weights are."""
+    for layout in (CT, "gptq", "awq"):
+        w = weight(16, 64, size=32, sym=layout != "awq")
+        entry = {"quantization_config": quantization_config(layout, 4, 32, sym=layout != "awq")}
+        try:
+            torch.set_default_device("meta")
+            stored = write(layout, "x", w)
+            again = read(entry, stored)["x.weight"]
+            dense = dequantize(again)
+        finally:
+            torch.set_default_device(None)
+        assert {t.device.type for t in (*stored.values(), dense)} == {"cpu"}
+        same(again, w)
 
 
 # ------------------------------------------------------------------ what cannot be written, and damage
@@ -912,8 +932,7 @@ def test_a_missing_tensor_is_named(layout, needed):
     stored = write(layout, "x", weight(16, 32, size=32, sym=False))
     entry = {"quantization_config": quantization_config(layout, 4, 32, sym=False)}
     for part in needed:
-        absent = "weight" if part == "weight_packed" else part  # without it, it could be an unpacked format
-        with pytest.raises(ValueError, match=f"'x' has .*but no {absent}: "):
+        with pytest.raises(ValueError, match=f"'x' has .*but no {part}: "):
             read(entry, {name: t for name, t in stored.items() if name != f"x.{part}"})
 
 

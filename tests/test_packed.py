@@ -1,4 +1,7 @@
 """packed.py against the definition in its docstring, computed entry by entry in float64."""
+import os
+import platform
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +13,8 @@ import packed
 from packed import QuantEmbedding, QuantLinear, fast
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-CPU_KERNEL = hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
+ROOT = Path(__file__).resolve().parent.parent
+CPU_KERNEL = hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu") and packed._int4_block() is not None
 
 
 def random_weight(N, K, G, bits, kind="signed", act_order=False, seed=0):
@@ -49,13 +53,17 @@ def close(y, x, W, dtype):
     return bool(((y.double() - exact).abs() <= size * (2**-7 if dtype != torch.float32 else 1e-5)).all())
 
 
+def many(bits):
+    return packed.MANY_ROWS[4 if bits <= 4 else 8]
+
+
 KINDS = ["signed", "unsigned", "zeros", "mins", "both"]
 
 
 # ------------------------------------------------------------------ products
 
 
-@pytest.mark.skipif(not CPU_KERNEL, reason="this torch has no int4 kernel for the CPU")
+@pytest.mark.skipif(not CPU_KERNEL, reason="torch has no fast int4 kernel for this CPU")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize(("N", "K", "G"), [(16, 32, 1), (64, 64, 2), (192, 576, 18), (48, 256, 1), (80, 384, 3)])
@@ -64,7 +72,7 @@ def test_the_kernel_computes_the_definition(N, K, G, bits, kind):
     layer, W = QuantLinear(w), definition(w)
     assert layer.kind == "int4" and fast(w)
     assert layer.packed.shape == (N, K // 2 if bits <= 4 else K)
-    for rows in (0, 1, 2, 5, packed.MANY_ROWS - 1, packed.MANY_ROWS, packed.MANY_ROWS + 1):
+    for rows in (0, 1, 2, 5, many(bits) - 1, many(bits), many(bits) + 1):
         for dtype in (torch.bfloat16, torch.float32, torch.float16):
             x = torch.randn(rows, K, generator=torch.Generator().manual_seed(rows)).to(dtype)
             y = layer(x)
@@ -100,19 +108,29 @@ def test_any_other_shape_is_dequantized(N, K, G, bits, kind):
         assert close(layer(x.bfloat16()), x.bfloat16(), W, torch.bfloat16)
 
 
-def test_every_weight_alone_is_right():
-    """A row of x with a single 1 picks a column of W: nothing can hide in a sum. Zero points are small here, so that
-    bfloat16 holds scale and minimum well."""
-    for bits in (4, 8):
-        w = random_weight(128, 96, 3, bits, "unsigned")
-        w["scales"] = torch.exp2(torch.randint(-4, 4, (128, 3)).float())  # powers of two: every step is exact
-        W = definition(w)
-        layer, eye = QuantLinear(w), torch.eye(96).bfloat16()
-        expected = W.t().bfloat16()
-        few = torch.cat([layer(eye[i:i + 1]) for i in range(96)])
-        assert torch.equal(few, expected if bits == 4 else few)
-        assert (few.double() - W.t()).abs().max() <= W.abs().max() / 128
-        assert torch.equal(layer(eye), expected)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
+def test_every_weight_alone_is_right(bits, kind):
+    """A row of x with a single 1 picks a column of W: nothing can hide in a sum. Scales are powers of two and minimums
+    whole steps, so every number on the way is exact in bfloat16, and one step off in one code is a difference."""
+    w = random_weight(128, 96, 3, bits, kind)
+    w["scales"] = torch.exp2(torch.randint(-4, 4, (128, 3)).float())
+    if w["mins"] is not None:
+        w["mins"] = w["scales"] * torch.randint(-(2**bits // 2), 1, (128, 3))
+    if kind == "both":  # the two together stay within 8 bits
+        w["zeros"] = w["zeros"] // 4
+        w["mins"] = w["mins"] // w["scales"] // 4 * w["scales"]
+    expected, eye = definition(w).t().bfloat16(), torch.eye(96).bfloat16()
+    assert torch.equal(expected.double(), definition(w).t()), "the test's own numbers are exact"
+
+    def both_ways(weight):
+        layer = QuantLinear(weight)
+        return [torch.cat([layer(eye[i:i + 1]) for i in range(96)]), layer(eye)]
+
+    assert all(torch.equal(y, expected) for y in both_ways(w))
+    off_by_one = {"codes": w["codes"].roll(1, 1)} | ({"zeros": w["zeros"] + 1} if w["zeros"] is not None else {})
+    for part, changed in off_by_one.items():
+        assert not any(torch.equal(y, expected) for y in both_ways({**w, part: changed}))
 
 
 def test_eight_bits_are_two_exact_digits():
@@ -127,6 +145,32 @@ def test_eight_bits_are_two_exact_digits():
         assert layer(x).tolist() == [[k - 128.0] * 16]
 
 
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_on_lesser_processors(capability):
+    """torch packs in another order on each kind of CPU, and where it knows no fast kernel (ARM, old x86) nothing stays
+    packed: the products are right all the same, few rows or many. A probe that cannot see rows got this wrong once."""
+    code = f"""
+import sys, torch
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]
+import packed
+from test_packed import close, definition, many, random_weight
+for bits in (4, 8):
+    for N, K, G in ((192, 96, 3), (128, 64, 1), (48, 64, 2)):
+        w = random_weight(N, K, G, bits, "both")
+        layer, W = packed.QuantLinear(w), definition(w)
+        for rows in (1, many(bits)):
+            x = torch.randn(rows, K)
+            assert close(layer(x), x, W, torch.bfloat16), (bits, N, rows, layer)
+        assert packed.fast(w) == (layer.kind == "int4") == (packed._int4_block() is not None)
+print(torch.backends.cpu.get_cpu_capability(), packed._int4_block())
+"""
+    done = subprocess.run([sys.executable, "-B", "-c", code], env={**os.environ, "ATEN_CPU_CAPABILITY": capability},
+                          text=True, capture_output=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    if platform.machine() == "x86_64":
+        assert done.stdout.split() == {"default": ["DEFAULT", "None"], "avx2": ["AVX2", "32"]}[capability]
+
+
 def test_both_ways_to_many_rows_agree(monkeypatch):
     """Expanding W and multiplying is the same product as the kernel's, and a block size believed wrongly shows."""
     if packed._int4_block() is None:
@@ -135,7 +179,7 @@ def test_both_ways_to_many_rows_agree(monkeypatch):
     for bits in (4, 8):
         w = random_weight(192, 160, 5, bits, "mins")
         layer, W = QuantLinear(w), definition(w)
-        x = torch.randn(packed.MANY_ROWS, 160).bfloat16()
+        x = torch.randn(many(bits), 160).bfloat16()
         right = []
         for block in blocks:
             monkeypatch.setattr(packed, "_int4_block", lambda block=block: block)
@@ -202,7 +246,7 @@ def test_join_is_the_layers_behind_each_other(sizes, K, G, order, bits):
     if layers[0].kind == "int4" and any(n % (packed._int4_block() or 1) for n in sizes):
         assert joined is None, "blocks cut in two cannot be put together"
         return
-    for rows in (1, packed.MANY_ROWS):
+    for rows in (1, many(bits)):
         x = torch.randn(rows, K)
         assert torch.allclose(joined(x), torch.cat([layer(x) for layer in layers], 1), atol=1e-5)
         assert joined(x).shape == (rows, sum(sizes)) and f"out_features={sum(sizes)}" in repr(joined)
@@ -215,8 +259,13 @@ def test_join_refuses_what_is_unlike():
     for b in (random_weight(64, 128, 4, 8), random_weight(64, 128, 2, 4), random_weight(64, 64, 2, 4),
               random_weight(64, 128, 4, 4, act_order=True), random_weight(7, 128, 4, 4)):
         assert QuantLinear.join([a, QuantLinear(b)]) is None
-    one, two = (QuantLinear(random_weight(64, 128, 4, 4, act_order=True, seed=s)) for s in (1, 2))
-    assert QuantLinear.join([one, two]) is None, "their columns are in unlike orders"
+    for N, K, G in ((64, 128, 4), (7, 12, 4)):  # brought into order for the kernel, and left as they are without one
+        one, two = (random_weight(N, K, G, 4, act_order=True, seed=s) for s in (1, 2))
+        if N == 7:  # groups of unlike sizes
+            one["g_idx"][one["g_idx"] == 3] = 2
+        one, two = QuantLinear(one), QuantLinear(two)
+        assert QuantLinear.join([one, two]) is None, "their columns are in unlike orders"
+        assert QuantLinear.join([one, one]) is not None
     assert QuantLinear.join([a, torch.nn.Linear(128, 64)]) is None
 
 
@@ -300,7 +349,7 @@ def test_gq_20_codes_out_of_range():
     ({"scales": torch.ones(5, 2)}, r"scales \(5, 2\)"),
     ({"scales": torch.ones(4, 3)}, "8 columns do not divide into 3 groups"),
     ({"scales": torch.ones(4, 0)}, "8 columns do not divide into 0 groups"),
-    ({"zeros": torch.ones(4, 1)}, r"zeros \(4, 1\)"), ({"mins": torch.ones(2, 4)}, r"mins \(2, 4\)"),
+    ({"zeros": torch.ones(4, 1).int()}, r"zeros \(4, 1\)"), ({"mins": torch.ones(2, 4)}, r"mins \(2, 4\)"),
     ({"g_idx": torch.zeros(7, dtype=torch.int32)}, "one of 2 groups for each of 8 columns"),
     ({"g_idx": torch.full((8,), 2)}, "one of 2 groups"), ({"g_idx": torch.full((8,), -1)}, "one of 2 groups"),
     ({"codes": torch.zeros(0, 8, dtype=torch.uint8), "scales": torch.ones(0, 1)}, r"\(0, 8\)"),
@@ -309,10 +358,30 @@ def test_parts_that_do_not_fit(change, message):
     w = random_weight(4, 8, 2, 4) | change
     with pytest.raises(ValueError, match=message):
         QuantLinear(w)
+    for change in ({"scales": torch.ones(4, 2).long()}, {"scales": torch.full((4, 2), float("nan"))}, {"bits": "4"},
+                   {"mins": torch.full((4, 2), float("inf"))}, {"zeros": torch.ones(4, 2)}, {"bits": 4.0}):
+        with pytest.raises(ValueError, match=r"finite floating-point|whole numbers"):
+            QuantEmbedding(random_weight(4, 8, 2, 4) | change, torch.float32)
     missing = random_weight(4, 8, 2, 4)
     del missing["zeros"]
     with pytest.raises(ValueError, match="keys codes, scales, zeros"):
         QuantLinear(missing)
+
+
+def test_under_another_default_device():
+    """Who has set torch's default device, here to meta, gets a layer where its weight is."""
+    packed._int4_block.cache_clear()
+    try:
+        torch.set_default_device("meta")
+        w = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in WEIGHT.items()}
+        joined = QuantLinear.join([QuantLinear(w), QuantLinear(w)])
+    finally:
+        torch.set_default_device(None)
+    x = torch.randn(2, 64)
+    assert close(joined(x)[:, 64:], x, definition(WEIGHT), torch.bfloat16)
+
+
+WEIGHT = random_weight(64, 64, 2, 4)
 
 
 def test_nibbles():
