@@ -170,7 +170,9 @@ class LlamaCpp:
 
 
 def latency(args: argparse.Namespace) -> dict:
-    llms, path = [generate.load(args.model, dtype=d) for d in args.dtype], checkpoint.resolve(args.model)
+    path, llms = checkpoint.resolve(args.model), []
+    for dtype in args.dtype:
+        llms.append(_unlike(llms, dtype, generate.load(args.model, dtype=dtype)))
     llm = llms[0]
     longest = max(args.prompt, max(args.contexts) + args.tokens)
     if longest > llm.context or min(args.contexts) < 1:
@@ -202,6 +204,13 @@ def latency(args: argparse.Namespace) -> dict:
         print(f"\n{engines[0].name} against each (median of the rounds' ratios; above 1 is faster)\n")
         _table("peer", columns, ratios, ".2f")
     return {"tokens_per_s": medians, "ratios": ratios, "model": llm.name}
+
+
+def _unlike(before: Sequence, dtype: str, llm: generate.LLM) -> generate.LLM:
+    """llm, unless this model runs in the same way as one before it: as auto, an unquantized one is its own twin."""
+    if any(llm.weights == other.weights for other in before):
+        raise ValueError(f"--dtype {dtype} runs {llm.name} in {llm.weights}, as another --dtype does; give one of them")
+    return llm
 
 
 def _peer(package: str, make: Callable):
@@ -270,9 +279,9 @@ def read_text(name: str) -> str:
 
 
 def perplexity(args: argparse.Namespace) -> dict:
-    text, found = read_text(args.file), {}
+    text, found, llm = read_text(args.file), {}, None
     for dtype in args.dtype:
-        llm = generate.load(args.model, dtype=dtype)
+        llm = _unlike([llm] if llm else [], dtype, generate.load(args.model, dtype=dtype))
         ids = torch.tensor(llm.tokenizer.encode(text), device=llm.device)
         windows = [w for w in ids.split(args.window)[: args.windows] if len(w) == args.window]
         if not windows:

@@ -4,8 +4,8 @@
 
 Everything else in this folder is one concept in one file, and no file knows another. Here they meet: checkpoint.py or
 gguf.py brings weights, layouts.py reads those that others have quantized, packed.py computes on them as they are,
-tokenizer.py makes ids of text and chat.py of a conversation, model.py computes, kvcache.py remembers, sampling.py
-chooses.
+vocab.py reads vocabularies, tokenizer.py makes ids of text and chat.py of a conversation, model.py computes, kvcache.py
+remembers, sampling.py chooses.
 From Python it is three lines:
 
     import generate
@@ -41,6 +41,7 @@ import gguf
 import layouts
 import packed
 import sampling
+import vocab
 from chat import ChatTemplate
 from kvcache import PagedKVCache
 from model import Config, Llama
@@ -101,23 +102,26 @@ class Source(NamedTuple):
     generation: dict            # generation_config.json
     kinds: list[str]            # how the weights are stored, for people to read
     nbytes: int                 # of all tensors on disk
+    quantized: bool = False     # by one of the methods of layouts.py
 
 
 def _read_gguf(path: str, dtype: torch.dtype, keep: bool) -> Source:
     file = gguf.GGUF(path, dtype, packed=keep)
     kinds = sorted(file.types, key=file.types.get, reverse=True)
-    return Source(file.config, file, Tokenizer.from_gguf(file.metadata), {}, kinds, file.nbytes)
+    return Source(file.config, file, Tokenizer(**vocab.read_gguf(file.metadata)), {}, kinds, file.nbytes)
 
 
 def _read_folder(path: str) -> Source:
     folder = checkpoint.load(path)
     method = folder.config.get("quantization_config")
+    if not method and any(name.endswith((".qweight", ".weight_packed")) for name in folder.tensors):
+        raise ValueError(f"{path} holds packed weights, but its config.json has no quantization_config that says how")
     tensors = layouts.read(folder.config, folder.tensors) if method else folder.tensors
     config = {k: v for k, v in folder.config.items() if k != "quantization_config"}
-    tokenizer = Tokenizer.from_folder(path if os.path.isdir(path) else os.path.dirname(path) or ".")
+    tokenizer = Tokenizer(**vocab.read_folder(path if os.path.isdir(path) else os.path.dirname(path) or "."))
     stored = list(folder.tensors.values())  # views of the mapped files: nothing is read
     kinds = [method["quant_method"]] if method else sorted({str(t.dtype).removeprefix("torch.") for t in stored})
-    return Source(config, tensors, tokenizer, folder.generation, kinds, sum(t.nbytes for t in stored))
+    return Source(config, tensors, tokenizer, folder.generation, kinds, sum(t.nbytes for t in stored), bool(method))
 
 
 class Weights(Mapping):
@@ -127,7 +131,7 @@ class Weights(Mapping):
     def __init__(self, tensors: Mapping, keep: bool, repack: int | None, dtype: torch.dtype, device: torch.device):
         self.tensors, self.keep, self.repack, self.dtype, self.device = tensors, keep, repack, dtype, device
         self.sizes, self.packed = {}, set()  # name -> number of weights; names of those that stayed packed
-        self.errors = {}  # name -> relative error of those that were packed anew
+        self.errors, self.bits = {}, set()  # name -> relative error of those packed anew; widths of codes that were met
 
     def __getitem__(self, name: str) -> torch.Tensor | dict:
         weight = self.tensors[name]
@@ -135,12 +139,12 @@ class Weights(Mapping):
             self.sizes[name] = weight.numel()
             return weight
         self.sizes[name] = weight["codes"].numel()
-        if self.keep and not packed.fast(weight, self.device):
-            dense = layouts.dequantize(weight, self.dtype)
-            if not self.repack or dense.shape[1] % 32:
-                return dense
-            weight, self.errors[name] = packed.repack(dense, self.repack)
-        elif not self.keep:
+        self.bits.add(weight["bits"])
+        if self.repack and not packed.fast(weight, self.device) and weight["codes"].shape[1] % 32 == 0:
+            again, error = packed.repack(layouts.dequantize(weight), self.repack)
+            if packed.fast(again, self.device):
+                weight, self.errors[name] = again, error
+        if not (self.keep and packed.fast(weight, self.device)):
             return layouts.dequantize(weight, self.dtype)
         self.packed.add(name)
         return weight
@@ -157,15 +161,20 @@ class Weights(Mapping):
 
 def _about(source: Source, weights: Weights, model: Llama) -> str:
     """One line on what was found and how it runs."""
+    if source.config.get("tie_word_embeddings"):
+        weights.sizes["lm_head.weight"] = 0  # where it is stored all the same, it was looked at and is not used
     n, size = sum(weights.sizes.values()), source.nbytes
     share, dtype = sum(weights.sizes[x] for x in weights.packed) / n, str(weights.dtype).removeprefix("torch.")
     runs = "packed" if share > 0.99 else f"{share:.0%} packed, the rest in {dtype}" if share else f"in {dtype}"
-    if weights.errors:
+    if weights.repack and not weights.errors:
+        runs += " (there was nothing to repack)"
+    elif weights.repack:
         runs += (f" ({sum(weights.sizes[x] for x in weights.errors) / n:.0%} repacked to {weights.repack} bits, "
                  f"relative error up to {max(weights.errors.values()):.1%})")
+    width = f", {' and '.join(map(str, sorted(weights.bits)))} bits" if source.quantized else ""
     memory = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     return (f"{source.config['model_type']}, {n / 1e6:,.1f} M parameters in {size / 1e6:,.1f} MB, {8 * size / n:.1f} "
-            f"bits each ({', '.join(source.kinds)}); runs {runs}, {memory / 1e6:,.1f} MB")
+            f"bits each ({', '.join(source.kinds)}{width}); runs {runs}, {memory / 1e6:,.1f} MB")
 
 
 def _device(device: str) -> torch.device:

@@ -38,5 +38,6 @@ def metadata(default_gguf) -> dict:
 def smol(metadata):
     """The default model's tokenizer."""
     from tokenizer import Tokenizer
+    from vocab import read_gguf
 
-    return Tokenizer.from_gguf(metadata)
+    return Tokenizer(**read_gguf(metadata))

@@ -91,6 +91,10 @@ def test_several_types_are_compared_in_one_run(capsys, folder, tmp_path):
     _, _, result = run(capsys, "latency", *flags, "--prompt", "8", "--contexts", "4", "--tokens", "2", "--rounds", "1")
     assert list(result["tokens_per_s"]) == ["nanoinfer float64", "nanoinfer bfloat16"]
     assert list(result["ratios"]["nanoinfer bfloat16"]) == ["prefill 8", "decode at 4", "matmuls alone"]
+    alike = str(generate.load(folder).dtype).removeprefix("torch.")  # what auto is for an unquantized model
+    for command in (["latency"], ["perplexity", str(tmp_path / "text.txt"), "--window", "32"]):
+        code, _, err = run(capsys, *command, "--model", folder, "--dtype", "auto", "--dtype", alike)
+        assert code == 2 and f"--dtype {alike} runs model in {alike}, as another --dtype does" in err
 
 
 def test_matmuls_are_those_of_a_step(folder, default_gguf):

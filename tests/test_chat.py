@@ -4,13 +4,25 @@ import time
 import tracemalloc
 
 import pytest
-from test_tokenizer import BOS_TEMPLATE, CHATML, FAMILIES, HARD, bos_tokenizer, corpus, library, library_of, ours, toy
+from test_tokenizer import (
+    BOS_TEMPLATE,
+    CHATML,
+    FAMILIES,
+    HARD,
+    bos_tokenizer,
+    corpus,
+    from_folder,
+    library,
+    library_of,
+    ours,
+    toy,
+)
 from tokenizers import AddedToken
 
 import chat
-import tokenizer as T
 from chat import ChatTemplate
 from tokenizer import Tokenizer
+from vocab import ALPHABET
 
 
 def encode(tok: Tokenizer, messages, **options) -> list[int]:
@@ -91,7 +103,7 @@ THINK = """{%- for m in messages %}
 
 
 def think_tokenizer(template=THINK) -> Tokenizer:
-    theirs = library({c: i for i, c in enumerate(T.ALPHABET)} | {"ab": 256}, [("a", "b")], "qwen2", nfc=True,
+    theirs = library({c: i for i, c in enumerate(ALPHABET)} | {"ab": 256}, [("a", "b")], "qwen2", nfc=True,
                      special=["<|im_start|>", "<|im_end|>"])
     theirs.add_tokens([AddedToken(t, normalized=False) for t in ("<think>", "</think>", "<tool_response>")])
     return ours(theirs, {"chat_template": template})
@@ -178,7 +190,7 @@ def test_templates_look_into_content_as_ever():
 def test_a_chat_equals_the_library_on_the_rendered_text(name, metadata):
     """Where no message holds a control token, text next to template text is tokenised exactly as one text."""
     merges = [tuple(m.split(" ")) for m in metadata["tokenizer.ggml.merges"][:6000]]
-    vocab = {t: i for i, t in enumerate(dict.fromkeys([*T.ALPHABET, *("".join(m) for m in merges)]))}
+    vocab = {t: i for i, t in enumerate(dict.fromkeys([*ALPHABET, *("".join(m) for m in merges)]))}
     theirs = library(vocab, merges, name, ["<|im_start|>", "<|im_end|>"], nfc=name == "qwen2")
     template = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}'s e{{ m.content }}12{% endfor %}"
     tok = ours(theirs, {"chat_template": template})
@@ -198,7 +210,7 @@ def test_a_folder_that_transformers_saved_gives_its_ids(tmp_path, metadata):
                                      eos_token="<|im_end|>")
     theirs.chat_template = CHATML + "{{ bos_token }}{{ eos_token }}"
     theirs.save_pretrained(tmp_path)
-    tok = Tokenizer.from_folder(tmp_path)
+    tok = from_folder(tmp_path)
     assert (tok.bos_id, tok.eos_ids, tok.vocab_size) == (theirs.bos_token_id, [theirs.eos_token_id], len(theirs))
     for text in [*HARD, *corpus(14, 100)]:
         assert tok.encode(text, allow_special=True) == theirs(text)["input_ids"], repr(text)

@@ -181,7 +181,7 @@ def test_every_layout_runs_packed_and_expanded(tmp_path, layout, bits, group, sy
     assert (logits(expanded) - want).abs().max() < 1e-5 * want.abs().max()
     assert runs.weights == "packed" and expanded.weights == "float64"
     assert (logits(runs) - want).norm() < 0.05 * want.norm()
-    assert f"({layout}); runs" in runs.about and "% packed, the rest in" in runs.about
+    assert f"({layout}, {bits} bits); runs" in runs.about and "% packed, the rest in" in runs.about
     assert "in float64" in expanded.about
     found, = runs.generate("hello", temperature=0, max_tokens=4)
     assert len(found.ids) == 4
@@ -235,11 +235,62 @@ def test_settings_of_gptq_in_a_file_of_their_own(tmp_path):
     config = json.loads(path.read_text())
     settings = config.pop("quantization_config")
     path.write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"qweight|lacks"):
+    with pytest.raises(ValueError, match="holds packed weights, but"):
         generate.load(folder)
     (tmp_path / "quantized" / "quantize_config.json").write_text(
         json.dumps({k: settings[k] for k in ("bits", "group_size", "desc_act", "sym")}))
     assert torch.equal(logits(generate.load(folder)), want)
+
+
+def rewrite(folder, **changes):
+    """config.json with other values; None takes a key out."""
+    path = f"{folder}/config.json"
+    with open(path) as f:
+        config = {**json.load(f), **changes}
+    with open(path, "w") as f:
+        json.dump({k: v for k, v in config.items() if v is not None}, f)
+
+
+def test_where_the_settings_may_stand(tmp_path):
+    """compression_config is how older compressed-tensors files call it; an empty quantization_config is none, and then
+    packed weights are named."""
+    _, folder = quantized_folder(tmp_path, "compressed-tensors", 4, 32, True)
+    want = logits(generate.load(folder))
+    settings = checkpoint.load(folder).config["quantization_config"]
+    rewrite(folder, quantization_config=None, compression_config=settings)
+    assert torch.equal(logits(generate.load(folder)), want)
+    for empty in ({}, []):
+        rewrite(folder, quantization_config=empty, compression_config=None)
+        with pytest.raises(ValueError, match=r"holds packed weights, but its config\.json has no quantization_config"):
+            generate.load(folder)
+    plain = tiny_folder(tmp_path / "other")
+    rewrite(plain, quantization_config={})
+    assert generate.load(plain).about.startswith("other: llama, ")
+
+
+def test_the_line_counts_what_the_model_uses(tmp_path):
+    """A stale head of a tied model is stored and looked at, but is no parameter; the width of the codes is said."""
+    plain, folder = quantized_folder(tmp_path, "gptq", 4, 32, True, tie_word_embeddings=True)
+    before = generate.load(folder).about
+    source = checkpoint.load(folder)
+    stale = {**{n: t.clone() for n, t in source.tensors.items()}, "lm_head.weight": torch.full((270, 64), 7.0)}
+    checkpoint.save(folder, source.config, stale, force=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "quantized" / name).write_bytes((tmp_path / "plain" / name).read_bytes())
+    with pytest.warns(UserWarning, match="head is tied"):
+        again = generate.load(folder).about
+    assert "(gptq, 4 bits)" in before and before.split(" M parameters")[0] == again.split(" M parameters")[0]
+    assert before.split("; ")[1] == again.split("; ")[1]
+
+
+def test_repack_leaves_alone_what_gets_no_kernel_by_it(tmp_path):
+    """Rows that are no multiple of 16 have none however they are rounded; one that helps nothing says so."""
+    _, folder = quantized_folder(tmp_path, "compressed-tensors", 8, None, True, num_attention_heads=4,
+                                 num_key_value_heads=1, head_dim=24)  # k and v have 24 rows
+    as_it_is, again = generate.load(folder), generate.load(folder, repack="int4")
+    assert torch.equal(logits(as_it_is), logits(again)) and "(there was nothing to repack)" in again.about
+    kinds = {m.kind for m in again.model.modules() if isinstance(m, packed.QuantLinear)}
+    assert kinds == ({"int4"} if packed._int4_block() else set())
 
 
 def test_a_single_file_with_its_config_beside_it(tmp_path):

@@ -3,20 +3,20 @@ import random
 import time
 
 import pytest
-from test_tokenizer import library, ours, toy
+from test_tokenizer import from_gguf, library, ours, toy
 
-import tokenizer as T
 from stream import StreamDecoder
 from tokenizer import Tokenizer
+from vocab import ALPHABET
 
 
 def bytes_tokenizer(*pieces: str) -> tuple[Tokenizer, dict[str, int]]:
     """256 bytes, the given pieces as tokens of their own, <|im_end|>."""
-    vocab = {c: i for i, c in enumerate(T.ALPHABET)}
+    vocab = {c: i for i, c in enumerate(ALPHABET)}
     for piece in pieces:
-        vocab.setdefault("".join(T.ALPHABET[b] for b in piece.encode()), len(vocab))
+        vocab.setdefault("".join(ALPHABET[b] for b in piece.encode()), len(vocab))
     tok = ours(library(vocab, [], special=["<|im_end|>"]))
-    return tok, {piece: vocab["".join(T.ALPHABET[b] for b in piece.encode())] for piece in pieces}
+    return tok, {piece: vocab["".join(ALPHABET[b] for b in piece.encode())] for piece in pieces}
 
 
 def deltas(tok: Tokenizer, ids, **options) -> tuple[list[str], StreamDecoder]:
@@ -111,7 +111,7 @@ def pieces_tokenizer() -> tuple[Tokenizer, dict[str, int]]:
     texts = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "▁Hello", "▁▁", "o", "[X]"]
     data = {"model": "llama", "tokens": texts, "scores": [-float(i) for i in range(len(texts))],
             "token_type": [2, 3, 3] + [6] * 256 + [1] * 4 + [4]}
-    return Tokenizer.from_gguf({f"tokenizer.ggml.{k}": v for k, v in data.items()}), {t: i for i, t in enumerate(texts)}
+    return from_gguf({f"tokenizer.ggml.{k}": v for k, v in data.items()}), {t: i for i, t in enumerate(texts)}
 
 
 def test_d09_the_dummy_prefix_is_not_shown_at_the_beginning_only():
