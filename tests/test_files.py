@@ -364,3 +364,62 @@ def test_a_surplus_tensor_of_a_quantized_folder_is_reported(tmp_path):
         (tmp_path / "more" / name).write_bytes((tmp_path / "quantized" / name).read_bytes())
     with pytest.raises(ValueError, match=r"up_proj\.lora"):
         generate.load(str(tmp_path / "more"))
+
+
+# ------------------------------------------------------------------ a SentencePiece model, whole
+
+WORDS = ["h", "e", "l", "o", "w", "r", "d", "▁", "he", "ll", "hell", "hello", "▁hello", "wo", "rl", "worl", "world",
+         "▁world"]
+PARTS = {"he": "h e", "ll": "l l", "hell": "he ll", "hello": "hell o", "▁hello": "▁ hello", "wo": "w o", "rl": "r l",
+         "worl": "wo rl", "world": "worl d", "▁world": "▁ world"}
+PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *WORDS]
+
+
+def llama2_tokenizer():
+    """tokenizer.json in the way of Llama 2: byte fallback, "▁" for spaces and one in front, a BOS by template."""
+    added = [{"id": i, "content": text, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
+              "normalized": False} for i, text in enumerate(PIECES[:3])]
+    return {"version": "1.0", "added_tokens": added, "pre_tokenizer": None,
+            "normalizer": {"type": "Sequence", "normalizers": [
+                {"type": "Prepend", "prepend": "▁"},
+                {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]},
+            "post_processor": {"type": "TemplateProcessing", "single": [
+                {"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+                "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+                "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}},
+            "decoder": {"type": "Sequence", "decoders": [
+                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"},
+                {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
+            "model": {"type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None,
+                      "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False,
+                      "vocab": {piece: i for i, piece in enumerate(PIECES)}, "merges": list(PARTS.values())}}
+
+
+def test_a_llama_2_vocabulary_from_a_folder_and_from_gguf(tmp_path):
+    """TK-13, sglang #888: one BOS, from either file; ids as the tokenizers library gives them, also for what only bytes
+    can spell; an answer is what its ids add to the prompt's text, its leading space included."""
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = tiny_folder(tmp_path / "m", vocab_size=len(PIECES), eos_token_id=2)
+    (tmp_path / "m" / "tokenizer.json").write_text(json.dumps(llama2_tokenizer()))
+    (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "m" / "tokenizer.json"))
+    llm = generate.load(folder, dtype="float64")
+
+    import test_gguf as g
+
+    kinds = [2, 3, 3, *[6] * 256, *[1] * len(WORDS)]
+    scores = [0.0] * 259 + [float(-WORDS.index(w)) for w in WORDS]
+    pairs, tensors = g.tiny(kind="Q4_1", vocab=len(PIECES))
+    pairs |= {"tokenizer.ggml.model": (g.STR, "llama"), "tokenizer.ggml.tokens": (g.ARR, (g.STR, PIECES)),
+              "tokenizer.ggml.scores": (g.ARR, (6, scores)), "tokenizer.ggml.token_type": (g.ARR, (5, kinds)),
+              "tokenizer.ggml.bos_token_id": (g.U32, 1), "tokenizer.ggml.eos_token_id": (g.U32, 2)}
+    from_gguf = generate.load(g.write(tmp_path / "m.gguf", pairs, tensors))
+    for text in ("hello world", " hello", "hello  world", "held", "é 😀", "</s>", "", "▁"):
+        ids = llm.encode(text, raw=True)
+        if text not in ("</s>", ""):  # control tokens are plain text here; the library's prefix needs some text
+            assert ids == theirs.encode(text).ids, text
+            assert ids == from_gguf.encode(text, raw=True), text
+        assert ids[0] == 1 and ids.count(1) == 1 and 2 not in ids
+    found, = llm.generate("hello", raw=True, max_tokens=8, temperature=1.0, seed=3)
+    whole = llm.tokenizer.decode([*found.prompt_ids, *found.ids])
+    assert found.text == whole.removeprefix("hello") and len(found.ids) >= 1
