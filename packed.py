@@ -18,8 +18,8 @@ it pays to expand the matrix once and multiply densely. `QuantLinear` does which
     one row     x -> [4-bit kernel: codes, scales -> products -> sum] -> y
     many rows   codes, scales -> W in bfloat16 -> [matrix product with x] -> y
 
-Kernels: on a CPU torch's own for 4 bits; 8 bits are two products of 4, see `_pack_int4`. On CUDA the Triton kernel
-below. Any other shape, group or machine dequantizes each time: slow, and right.
+Kernels: on a CPU torch's own for 4 bits; 8 bits are two digits of 4, see `_pack_int4`. On CUDA the Triton kernel
+below. Any other shape, group or machine dequantizes each time: slow, and right. `fast` tells beforehand.
 Left out on purpose: choosing codes (quantize.py), files (gguf.py, layouts.py), and quantized activations: x is never
 rounded to integers, so 8-bit weights made for integer activations (W8A8) run a little better here than was planned.
 

@@ -111,13 +111,13 @@ def _json_file(path: Path) -> dict:
     try:
         data = json.loads(_file_bytes(path))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {_line(error)}") from None
+        raise ValueError(f"{path} is not valid JSON: {_printable(error)}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{path} holds a JSON {type(data).__name__}, not an object")
     return data
 
 
-def _line(error: Exception) -> str:
+def _printable(error: Exception) -> str:
     """What an error says, in one short line that a terminal can show: it quotes what strangers wrote."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(error)[:500])[:500]
 
@@ -128,9 +128,9 @@ def _reading(source: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{source}: {_line(error)}") from error
+        raise ValueError(f"{source}: {_printable(error)}") from error
     except (TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError) as error:
-        raise ValueError(f"{source} is damaged: {type(error).__name__}: {_line(error)}") from error
+        raise ValueError(f"{source} is damaged: {type(error).__name__}: {_printable(error)}") from error
 
 
 def _complete(body: dict, shown: Callable[[str], bytes]) -> dict[str, Any]:
