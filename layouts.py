@@ -250,7 +250,7 @@ def _name_list(settings: Mapping, key: str) -> list[str]:
     return names
 
 
-def _complete(linears: dict, needed: tuple) -> None:
+def _all_present(linears: dict, needed: tuple) -> None:
     for x, parts in linears.items():
         for part in needed:
             if part not in parts:
@@ -325,7 +325,7 @@ def _open_gptq(quant: Mapping, linears: dict) -> Callable:
     dynamic = quant.get("dynamic") or {}
     if not isinstance(dynamic, Mapping) or not all(str(rule).startswith("-:") for rule in dynamic):  # "-:" leaves out
         raise ValueError("quantization_config: dynamic gives some linears other settings, which is not supported")
-    _complete(linears, ("qweight", "qzeros", "scales") + (("g_idx",) if act_order else ()))
+    _all_present(linears, ("qweight", "qzeros", "scales") + (("g_idx",) if act_order else ()))
 
     def decode(x: str, t: Mapping[str, Tensor]) -> dict:
         rows, n = _matrix(f"{x}.qweight", t["qweight"], (torch.int32,))
@@ -373,7 +373,7 @@ def _open_awq(quant: Mapping, linears: dict) -> Callable:
     _one_of("version", version.lower() if isinstance(version, str) else version, ("gemm",))
     size = _group_size(quant.get("group_size"))
     has_zeros = _one_of("zero_point", quant.get("zero_point", True), (True, False))
-    _complete(linears, ("qweight", "scales") + (("qzeros",) if has_zeros else ()))
+    _all_present(linears, ("qweight", "scales") + (("qzeros",) if has_zeros else ()))
     for entry in _name_list(quant, "modules_to_not_convert"):
         for x in linears:
             if f".{entry}." in f".{x}.":
@@ -470,8 +470,8 @@ def _open_compressed(quant: Mapping, linears: dict) -> Callable:
         if (packed := "weight_packed" in parts) and scheme.kind == "float":
             raise ValueError(f"{x!r:.100} has packed tensors, but its config group says floating point")
         codes = ("weight_packed", "weight_shape") if packed or "weight" not in parts else ("weight",)
-        _complete({x: parts}, (*codes, *(("weight_g_idx",) if scheme.needs_g_idx else ())))
-        _complete({x: parts}, ("weight_scale",) if scheme.symmetric else ("weight_scale", "weight_zero_point"))
+        _all_present({x: parts}, (*codes, *(("weight_g_idx",) if scheme.needs_g_idx else ())))
+        _all_present({x: parts}, ("weight_scale",) if scheme.symmetric else ("weight_scale", "weight_zero_point"))
         scheme_of[x] = scheme
     return lambda x, t: _decode_compressed(x, t, scheme_of[x])
 
