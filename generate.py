@@ -36,6 +36,7 @@ if __name__ == "__main__":  # Ctrl-C while torch is imported just ends the progr
 
 import torch
 
+import attention
 import checkpoint
 import gguf
 import layouts
@@ -230,7 +231,7 @@ class LLM:
         is_packed = any(isinstance(m, packed.QuantLinear) for m in model.modules())
         self.weights = "packed" if is_packed else str(weight.dtype).removeprefix("torch.")
         self.cache = PagedKVCache(c.n_layer, c.n_kv_head, c.head_dim, -(-context // 16), 16, max_seq_len=context,
-                                  dtype=self.dtype, device=self.device)
+                                  dtype=self.dtype, device=self.device, attention=attention.paged_attention)
 
     def encode(self, prompt: str, *, raw: bool = False, system: str | None = None) -> list[int]:
         """Ids of a prompt: through the chat template, or as it is if raw."""

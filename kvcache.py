@@ -12,94 +12,86 @@ and no more than a part of its last block is ever reserved in vain.
 There is one operation, "extend sequence i by these ids": a prefill, a chunk of one, a decode step and the check of a
 draft are the same thing with other counts.
 
-    step   = cache.extend({"a": ids, "b": ids})     all or nothing: reserves slots, fills this step's index tensors
+    cached = cache.add("a", prompt)                 begins a sequence; so many tokens of its prompt are there already
+    step   = cache.extend({"a": prompt[cached:]})   all or nothing: reserves slots, fills this step's index tensors
     logits = model(step.tokens, step.positions, step.attend, rows=step.last())
     cache.commit(step)                              or commit(step, keep={"a": 1}); or, after an error, rollback(step)
 
-The cache owns the K/V tensors, lengths, block tables and reference counts; everybody else asks by sequence id. Each
-layer has one K and one V tensor of its own (one tensor for all layers would make a compiled step copy the pool), which
-is never zeroed: whatever a slot held before is not read. On the CPU a tensor is laid out head by head, so that
-attention reads a head's keys in one run; its logical shape is (n_blocks, block_size, G, D) all the same. One block
-behind the pool takes the writes of padded slots, so that a step of fixed size (a CUDA graph) harms nobody.
+**Sharing.** Block tables may hold the same block; a count says how many do.
 
-Shapes: B sequences, N packed tokens, H query heads, G key/value heads, D head_dim, S cached length.
+- Prefix cache: a full block whose tokens are committed is published under a key that chains over everything before
+  it, key = hash(key of the block before, tokens), and over an optional salt, which keeps users apart. A hit compares
+  tokens and parent as well, so a collision is a miss. A published block that nobody holds any more is evictable: it
+  stays until its room is needed, the longest unused first, and the tail of a chain before its front, as a block is
+  worth nothing without those before it. Two sequences that compute the same block end up holding one.
+- Copy-on-write: `fork` shares all blocks with a child, for parallel samples and beams. Who writes into a block that
+  others hold copies it first.
+
+         free  --take-->  used (count 1, 2, ..)  --count 0, published-->  evictable  --evict-->  free
+                               ^------------------- found by a prefix ---------'
+
+**Quantized.** dtype "int8" or "fp8" (e4m3) stores codes and one float32 scale for each token and head: absmax / 127 or
+absmax / 448, all zero: 1. Attention reads codes and scales, also for the tokens of the same step, so results do not
+depend on chunking. NaN or inf in K or V make that token's head NaN: never a plausible number. KIVI (Liu et al. 2024)
+scales keys by channel over groups of tokens, since a few channels of K are always large, which matters at 2 bits. But
+a group is complete only every so many tokens: the newest stay in 16 bits, and whether a token is read quantized depends
+on when it is asked for. At 8 bits one scale for each token and head is enough, and keeps every token for itself.
+
+The cache owns the K/V tensors, lengths, block tables and counts; everybody else asks by sequence id. Each layer has
+one K and one V tensor of its own (one tensor for all layers would make a compiled step copy the pool), never zeroed:
+whatever a slot held before is not read. On the CPU a tensor is laid out head by head, so that attention reads a
+head's keys in one run; its logical shape is (n_blocks, block_size, G, D) all the same. One block behind the pool takes
+the writes of padded slots, so that a step of fixed size (a CUDA graph) harms nobody.
+
+Left out: blocks behind a sliding window are not given back; nothing is swapped by itself (see `export`, `import_`).
+
+Shapes: B sequences, N packed tokens, H query heads, G key/value heads, D head_dim, S cached length, L layers.
 """
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import index
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-# ------------------------------------------------------------------ attention through a block table
+CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+# ------------------------------------------------------------------ attention, plain
 
 
-def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
-                    kv_len: torch.Tensor, q_start: torch.Tensor, scale: float, *, max_q: int) -> torch.Tensor:
-    """Attention of N packed new tokens to the cached keys of their own sequences, their own included.
+def reference_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
+                        kv_len: torch.Tensor, q_start: torch.Tensor, scale: float, *, max_q: int,
+                        window: int | None = None, k_scale: torch.Tensor | None = None,
+                        v_scale: torch.Tensor | None = None, return_lse: bool = False):
+    """Attention through a block table, slow and plain: sequence by sequence, all scores at once.
 
-    q            (N, H, D), sequence b's rows are q_start[b] .. q_start[b + 1]
-    k_cache, v_cache   (n_blocks, block_size, G, D), any strides; H is a multiple of G, head h reads KV head h // (H/G)
-    block_table  (B, max_blocks) int32;  kv_len (B,) keys of each sequence, the new ones included;  q_start (B + 1,)
-    scale        multiplies q.k, usually D ** -0.5;  max_q: most new tokens of one sequence (kernels size grids by it)
-    Returns (N, H, D).
-
-    Of a sequence's n new tokens the j-th sees keys 0 .. kv_len - n + j: the mask is aligned to the bottom right.
-
-            keys  0 1 2 3 4
-        new 0     x x x x .        kv_len 5, n 2 (torch's is_causal=True would align it top left)
-        new 1     x x x x x
-
-    A row that sees no key at all (kv_len < n) gives zeros. Left out: sliding windows, quantized caches, log-sum-exp.
+    q (N, H, D) -> (N, H, D), and the log-sum-exp (N, H) if asked; the other arguments are paged_attention's.
     """
-    starts, lengths, tables = q_start.tolist(), kv_len.tolist(), block_table.tolist()
-    out = None
-    for b, S in enumerate(lengths):
-        n = starts[b + 1] - starts[b]
-        if n == 0 or S == 0:
-            continue
-        blocks = tables[b][: -(-S // k_cache.shape[1])]
-        k, v = _gather(k_cache, blocks, S), _gather(v_cache, blocks, S)  # (1, G, S, D)
-        if n == len(q):  # one sequence has every row: nothing to put together
-            return _attend_one(q, k, v, scale)
-        out = torch.zeros_like(q) if out is None else out
-        out[starts[b]: starts[b + 1]] = _attend_one(q[starts[b]: starts[b + 1]], k, v, scale)
-    return torch.zeros_like(q) if out is None else out
-
-
-def _gather(cache: torch.Tensor, blocks: list[int], S: int) -> torch.Tensor:
-    """The first S keys (or values) of one sequence, (1, G, S, D): in place if its blocks lie in one run, else copied.
-
-    Slots behind S are cut off before anything is computed: masking their scores would not do, 0 * NaN is NaN.
-    """
-    _, block_size, G, D = cache.shape
-    block, token, head, dim = cache.stride()
-    if block == block_size * token and blocks == list(range(blocks[0], blocks[0] + len(blocks))):
-        # A view, made in one operation instead of four: this runs twice a layer and step.
-        return cache.as_strided((1, G, S, D), (0, head, token, dim), cache.storage_offset() + blocks[0] * block)
-    part = cache[torch.tensor(blocks, device=cache.device)]  # (blocks, block_size, G, D)
-    return part.flatten(0, 1)[:S].transpose(0, 1)[None]
-
-
-def _attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """q (n, H, D) against k, v (1, G, S, D) -> (n, H, D), one sequence, bottom-right causal."""
-    (n, H, D), (_, G, S, _) = q.shape, k.shape
-    group = H // G
-    # The query heads of a group become rows of their KV head: measured 6 times faster than enable_gqa at one row.
-    if n == 1:
-        return F.scaled_dot_product_attention(q.view(1, G, group, D), k, v, scale=scale).reshape(1, H, D)
-    if n == S:  # a whole prompt: torch's own causal mask is right here and needs no (n, S) matrix
-        out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, is_causal=True, scale=scale,
-                                             enable_gqa=True)  # (1, H, n, D)
-        return out[0].transpose(0, 1)
-    rows = q.view(n, G, group, D).permute(1, 2, 0, 3).reshape(1, G, group * n, D)
-    mask = torch.ones(n, S, dtype=torch.bool, device=q.device).tril(S - n).repeat(group, 1)  # (group * n, S)
-    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)  # (1, G, group * n, D)
-    return out.view(G, group, n, D).permute(2, 0, 1, 3).reshape(n, H, D)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    out, lse = torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, dtype=dtype, device=q.device)
+    block_size, G, group = k_cache.shape[1], k_cache.shape[2], q.shape[1] // k_cache.shape[2]
+    for blocks, S, begin, end in zip(block_table.tolist(), kv_len.tolist(), q_start.tolist(), q_start.tolist()[1:]):
+        at = torch.arange(S, device=q.device)
+        at = torch.tensor(blocks, device=q.device)[at // block_size], at % block_size
+        k, v = k_cache[at].to(dtype), v_cache[at].to(dtype)  # (S, G, D)
+        if k_scale is not None:
+            k, v = k * k_scale[at][..., None].to(dtype), v * v_scale[at][..., None].to(dtype)
+        rows = q[begin:end].to(dtype).unflatten(1, (G, group))  # (n, G, H/G, D)
+        age = S - (end - begin) + torch.arange(end - begin, device=q.device)[:, None] - torch.arange(S, device=q.device)
+        hidden = age < 0 if window is None else (age < 0) | (age >= window)  # (n, S); age: how far back a key lies
+        scores = torch.einsum("nghd,sgd->nghs", rows, k) * scale
+        scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
+        lse[begin:end] = scores.logsumexp(-1).flatten(1)
+        weights = scores.softmax(-1).masked_fill(hidden.all(1)[:, None, None, None], 0)  # no key: zeros, not NaN
+        out[begin:end] = torch.einsum("nghs,sgd->nghd", weights, v).flatten(1, 2).to(q.dtype)
+    return (out, lse) if return_lse else out
 
 
 # ------------------------------------------------------------------ one step
@@ -140,12 +132,43 @@ class Step:
         return torch.tensor(rows, dtype=torch.int64, device=self.tokens.device)
 
 
+@dataclass
+class Stats:
+    """Counted since the cache was made."""
+
+    asked: int = 0  # tokens given to `add`
+    found: int = 0  # of these, tokens that were in the cache
+    evicted: int = 0  # published blocks that made room
+    copied: int = 0  # blocks copied on write
+
+
+class _Published(NamedTuple):
+    """Why a block may be given to others: what it holds, and behind what."""
+
+    key: bytes
+    parent: int | None  # the block before it, itself published; None: it is the first
+    salt: str
+    tokens: tuple[int, ...]
+    children: set[int]  # published blocks behind it
+
+
 @dataclass(eq=False)
 class _Sequence:
+    salt: str = ""
     tokens: list[int] = field(default_factory=list)  # committed: their K/V is in the pool
     blocks: list[int] = field(default_factory=list)  # the block table
+    published: int = 0  # the first so many blocks are published
     step: Step | None = None  # the open step, if any
     new: tuple[int, ...] = ()  # its ids
+
+
+def _key(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Key of a block, from the key of the block before it: the same in every process."""
+    return hashlib.blake2b(parent + struct.pack(f"<{len(tokens)}q", *tokens), digest_size=16).digest()
+
+
+def _root(salt: str) -> bytes:
+    return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16, person=b"salt").digest()
 
 
 def _whole_numbers(seq: Hashable, ids: Sequence[int]) -> tuple[int, ...]:
@@ -158,6 +181,47 @@ def _whole_numbers(seq: Hashable, ids: Sequence[int]) -> tuple[int, ...]:
     return ids
 
 
+# ------------------------------------------------------------------ sizes and codes
+
+
+def kv_bytes_per_token(config, dtype: torch.dtype | str) -> int:
+    """Bytes of K and V of one token; config has n_layer, n_kv_head and head_dim. Scales are counted.
+
+    >>> from types import SimpleNamespace
+    >>> small = SimpleNamespace(n_layer=30, n_kv_head=3, head_dim=64)
+    >>> kv_bytes_per_token(small, torch.bfloat16), kv_bytes_per_token(small, "int8")
+    (23040, 12240)
+    """
+    dtype = CODES.get(dtype, dtype)
+    head = config.head_dim * dtype.itemsize + (4 if dtype in LARGEST else 0)
+    return 2 * config.n_layer * config.n_kv_head * head
+
+
+def blocks_that_fit(config, dtype: torch.dtype | str, n_bytes: int, block_size: int = 16) -> int:
+    """The n_blocks whose pool takes at most n_bytes, the trash block included. ValueError if not even one fits."""
+    block = block_size * kv_bytes_per_token(config, dtype)
+    if n_bytes < 2 * block:
+        raise ValueError(f"a KV cache of one block of {block_size} tokens (and one that is never read) takes "
+                         f"{2 * block} bytes, but the budget is {n_bytes}; use smaller blocks or a larger budget")
+    return n_bytes // block - 1
+
+
+def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (..., D) -> codes (..., D) of dtype int8 or float8_e4m3fn, scales (...) float32; x is about codes * scales.
+
+    The error is at most scale / 2 with int8; with fp8 a 16th of the value, or scale / 1024 if that is more.
+
+    >>> codes, scales = quantize(torch.tensor([[0.0, 0.0], [2.54, -1.0]]), torch.int8)
+    >>> codes.tolist(), [round(s, 4) for s in scales.tolist()]
+    ([[0, 0], [127, -50]], [1.0, 0.02])
+    """
+    largest, x = LARGEST[dtype], x.to(torch.promote_types(x.dtype, torch.float32))
+    scales = (x.abs().amax(-1) / largest).float()
+    scales.masked_fill_(scales == 0, 1)
+    codes = (x / scales[..., None]).clamp_(-largest, largest)  # explicit: casts to fp8 differ in what is too large
+    return (codes.round_() if dtype == torch.int8 else codes).to(dtype), scales
+
+
 # ------------------------------------------------------------------ the cache
 
 
@@ -165,31 +229,42 @@ class PagedKVCache:
     """K and V of every layer for all sequences, in `n_blocks` blocks of `block_size` tokens.
 
     n_blocks * block_size tokens fit, of all sequences together; one sequence may hold `max_seq_len` (None: no limit).
-    `attention` has paged_attention's signature; pass a kernel's to use that.
+    dtype      of the stored K and V: a floating-point type, or "int8" or "fp8" for codes with scales
+    window     every token attends to so many keys at most, itself included; None: to all
+    attention  takes reference_attention's arguments; the default is slow, pass attention.py's or a kernel
     """
 
     def __init__(self, n_layer: int, n_kv_head: int, head_dim: int, n_blocks: int, block_size: int = 16, *,
-                 max_seq_len: int | None = None, dtype: torch.dtype = torch.float32,
-                 device: str | torch.device = "cpu", attention: Callable = paged_attention):
+                 max_seq_len: int | None = None, dtype: torch.dtype | str = torch.float32, window: int | None = None,
+                 device: str | torch.device = "cpu", attention: Callable = reference_attention):
         if block_size not in (1, 2, 4, 8, 16, 32, 64, 128, 256):
             raise ValueError(f"block_size is {block_size}, but must be a power of two from 1 to 256")
         if n_blocks < 1:
             raise ValueError(f"the KV cache needs at least one block, got {n_blocks}")
+        if window is not None and window < 1:
+            raise ValueError(f"window is {window}, but counts the token itself and must be 1 or more")
+        dtype = CODES.get(dtype, dtype)
+        if not isinstance(dtype, torch.dtype) or not (dtype in LARGEST or dtype.is_floating_point):
+            raise ValueError(f"dtype of the KV cache is {dtype!r}, but must be a floating-point type, int8 or fp8")
         self.n_blocks, self.block_size, self.max_seq_len = n_blocks, block_size, max_seq_len
-        self.device, self.attention = torch.device(device), attention
-        self.scale = head_dim ** -0.5
+        self.dtype, self.window, self.device, self.attention = dtype, window, torch.device(device), attention
+        self.scale, self.stats = head_dim ** -0.5, Stats()
         G, D, blocks = n_kv_head, head_dim, n_blocks + 1  # the last block is the trash block
 
-        def pool() -> torch.Tensor:  # logically (blocks, block_size, G, D)
+        def pools(*each: int, dtype: torch.dtype) -> list[torch.Tensor]:  # logically (blocks, block_size, G, ...)
             if self.device.type == "cpu":
-                return torch.empty(G, blocks, block_size, D, dtype=dtype).permute(1, 2, 0, 3)
-            return torch.empty(blocks, block_size, G, D, dtype=dtype, device=device)
+                return [torch.empty(G, blocks, block_size, *each, dtype=dtype).movedim(0, 2) for _ in range(n_layer)]
+            return [torch.empty(blocks, block_size, G, *each, dtype=dtype, device=device) for _ in range(n_layer)]
 
-        self.k = [pool() for _ in range(n_layer)]
-        self.v = [pool() for _ in range(n_layer)]
+        self.k, self.v = pools(D, dtype=dtype), pools(D, dtype=dtype)
+        quantized = dtype in LARGEST
+        self.k_scale, self.v_scale = (pools(dtype=torch.float32) if quantized else None for _ in range(2))
         self._sequences: dict[Hashable, _Sequence] = {}
         self._references = [0] * n_blocks  # how many block tables hold each block
         self._free = OrderedDict.fromkeys(range(n_blocks))  # an ordered set: any block can be taken out in O(1)
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # published and held by nobody, longest unused first
+        self._published: dict[int, _Published] = {}
+        self._index: dict[bytes, int] = {}  # key -> published block
 
     # ---- what others may ask
 
@@ -205,21 +280,53 @@ class PagedKVCache:
 
     @property
     def n_free(self) -> int:
-        """Blocks that a plan can take now."""
-        return len(self._free)
+        """Blocks that a plan can take now, those included that hold a prefix which nobody uses."""
+        return len(self._free) + len(self._evictable)
 
     def blocks_needed(self, seq: Hashable, n: int) -> int:
-        """How many blocks `extend({seq: n ids})` would take from the free ones."""
+        """How many blocks `extend({seq: n ids})` would take from the free ones, a copy on write included."""
         s = self._get(seq)
-        return self._blocks_for(len(s.tokens) + n) - len(s.blocks)
+        tail = self._tail(s)
+        copy = n > 0 and tail is not None and self._references[tail] > 1
+        return self._blocks_for(len(s.tokens) + n) - len(s.blocks) + copy
 
     # ---- a sequence's life
 
-    def add(self, seq: Hashable) -> None:
-        """Begin an empty sequence. ValueError if the id is taken."""
+    def add(self, seq: Hashable, tokens: Sequence[int] = (), salt: str = "") -> int:
+        """Begin a sequence with as much of these tokens as is cached -> how many that is.
+
+        The longest cached prefix in whole blocks, at most len(tokens) - 1, so that a token is left to compute. `salt`
+        keeps apart what must not be shared: only sequences of equal salt find each other's blocks. ValueError if the
+        id is taken.
+        """
         if seq in self._sequences:
             raise ValueError(f"sequence {seq!r} is already in the KV cache; free it first or use another id")
-        self._sequences[seq] = _Sequence()
+        if not isinstance(salt, str):
+            raise ValueError(f"the salt of sequence {seq!r} is {salt!r}, but must be a string")
+        ids, s, key = _whole_numbers(seq, tokens), _Sequence(salt), _root(salt)
+        for end in range(self.block_size, len(ids), self.block_size):  # not to len(ids): see above
+            block = ids[end - self.block_size: end]
+            key = _key(key, block)
+            found = self._find(key, s, block)
+            if found is None:
+                break
+            s.blocks.append(found)
+        for block in s.blocks:
+            self._hold(block)
+        s.published, s.tokens = len(s.blocks), list(ids[: len(s.blocks) * self.block_size])
+        self._sequences[seq] = s
+        self.stats.asked += len(ids)
+        self.stats.found += len(s.tokens)
+        return len(s.tokens)
+
+    def fork(self, parent: Hashable, child: Hashable) -> None:
+        """Begin `child` with all that `parent` holds; nothing is copied until one writes into a block they share."""
+        s = self._closed(parent)
+        if child in self._sequences:
+            raise ValueError(f"sequence {child!r} is already in the KV cache; free it first or use another id")
+        for block in s.blocks:
+            self._hold(block)
+        self._sequences[child] = _Sequence(s.salt, list(s.tokens), list(s.blocks), s.published)
 
     def extend(self, plan: Mapping[Hashable, Sequence[int]]) -> Step:
         """Reserve slots for plan[seq] new ids of each sequence and describe the step that computes them.
@@ -230,36 +337,56 @@ class PagedKVCache:
         if not plan:
             raise ValueError("an empty plan: there is nothing to extend")
         plan = {seq: _whole_numbers(seq, ids) for seq, ids in plan.items()}
-        needed = 0
+        needed, copiers, leaving = 0, set(), {}  # leaving: how many of this plan give up a shared block
         for seq, ids in plan.items():
-            s, total = self._get(seq), self.length(seq) + len(ids)
+            s, total = self._closed(seq), self.length(seq) + len(ids)
             if not ids:
                 raise ValueError(f"sequence {seq!r} would be extended by no tokens; leave it out of the plan")
-            if s.step is not None:
-                raise ValueError(f"sequence {seq!r} has an open step; commit it or roll it back first")
             if self.max_seq_len is not None and total > self.max_seq_len:
                 raise ValueError(f"sequence {seq!r} would hold {total} tokens, but the context is {self.max_seq_len}")
-            needed += self.blocks_needed(seq, len(ids))
-        if needed > len(self._free):
-            raise OutOfBlocks(needed, len(self._free), self.block_size)
+            needed += self._blocks_for(total) - len(s.blocks)
+            tail = self._tail(s)
+            if tail is not None and self._references[tail] - leaving.get(tail, 0) > 1:  # the last may write in place
+                leaving[tail] = leaving.get(tail, 0) + 1
+                copiers.add(seq)
+        needed += len(copiers)
+        if needed > self.n_free:
+            raise OutOfBlocks(needed, self.n_free, self.block_size)
+        tables, taken = {}, []
         try:
             for seq, ids in plan.items():
                 s = self._sequences[seq]
-                for _ in range(self.blocks_needed(seq, len(ids))):
-                    s.blocks.append(self._take(s.blocks[-1] + 1 if s.blocks else None))
-            step = self._describe(plan)
+                kept = s.blocks[:-1] if seq in copiers else s.blocks
+                new = []
+                for _ in range(self._blocks_for(len(s.tokens) + len(ids)) - len(kept)):
+                    last = new[-1] if new else kept[-1] if kept else None
+                    new.append(self._take(None if last is None else last + 1))
+                    taken.append(new[-1])
+                tables[seq] = kept + sorted(new)  # evicted blocks come last first; runs of blocks are read in place
+            step = self._describe(plan, tables)
+            for seq in copiers:
+                old = self._sequences[seq].blocks
+                for pool in self._pools():
+                    pool[tables[seq][len(old) - 1]].copy_(pool[old[-1]])
         except BaseException:  # an interrupt, no memory for the tensors
-            for seq in plan:
-                self._shrink(self._sequences[seq])
+            for block in taken:
+                self._release(block)
             raise
         for seq, ids in plan.items():
-            self._sequences[seq].step, self._sequences[seq].new = step, ids
+            s = self._sequences[seq]
+            tail, s.blocks, s.step, s.new = self._tail(s), tables[seq], step, ids
+            if seq in copiers:
+                self._release(tail)
+            elif tail in self._published:  # to be overwritten, and nobody else holds it
+                self._unpublish(tail)
+        self.stats.copied += len(copiers)
         return step
 
     def commit(self, step: Step, keep: Mapping[Hashable, int] | None = None) -> None:
         """Accept the first keep[seq] of the step's new tokens of each sequence (all, where keep does not say).
 
-        Sequences freed meanwhile are passed over, so an abort during a step is legal.
+        Blocks that are full now are published. Sequences freed meanwhile are passed over: an abort during a step is
+        legal.
         """
         kept = [n if keep is None else keep.get(seq, n) for seq, n in zip(step.seqs, step.n_new)]
         for seq, n, k in zip(step.seqs, step.n_new, kept):  # before anything changes
@@ -271,116 +398,293 @@ class PagedKVCache:
             s.tokens.extend(s.new[:k])
             s.step, s.new = None, ()
             self._shrink(s)
+            self._publish(s)
 
     def rollback(self, step: Step) -> None:
-        """Undo extend: as if the step had never been planned. For use after any exception."""
+        """Undo extend: no token of the step is kept. For use after any exception. (A copy on write remains.)"""
         self.commit(step, keep=dict.fromkeys(step.seqs, 0))
 
     def trim(self, seq: Hashable, length: int) -> None:
         """Forget all but the first `length` tokens of seq."""
-        s = self._get(seq)
-        if s.step is not None:
-            raise ValueError(f"sequence {seq!r} has an open step; commit it or roll it back first")
+        s = self._closed(seq)
         if not 0 <= length <= len(s.tokens):
             raise ValueError(f"cannot trim sequence {seq!r} of {len(s.tokens)} tokens to {length}")
         del s.tokens[length:]
         self._shrink(s)
 
     def free(self, seq: Hashable) -> None:
-        """Forget seq and give its blocks back, in any state. Unknown and freed ids are fine."""
+        """Forget seq and give its blocks back, in any state; published ones can still be found until they are evicted.
+
+        Unknown and freed ids are fine.
+        """
         s = self._sequences.pop(seq, None)
-        if s is not None:
-            for block in s.blocks:
-                self._release(block)
+        for block in reversed(s.blocks if s else []):  # so a chain is evicted from its tail
+            self._release(block)
+
+    # ---- to another cache
+
+    def export(self, seq: Hashable) -> dict[str, torch.Tensor]:
+        """tokens (S,), k and v (L, S, G, D) as stored, of a quantized cache also k_scale and v_scale (L, S, G): copies.
+
+        For swapping out (keep them on the host, free the sequence) and for another process that goes on decoding.
+        """
+        s = self._closed(seq)
+        t = torch.arange(len(s.tokens), device=self.device)
+        blocks = torch.tensor(s.blocks, dtype=torch.int64, device=self.device)
+        at = blocks[t // self.block_size], t % self.block_size
+        names = ("k", "v") if self.k_scale is None else ("k", "v", "k_scale", "v_scale")
+        return {"tokens": torch.tensor(s.tokens, dtype=torch.int64),
+                **{name: torch.stack([pool[at] for pool in getattr(self, name)]) for name in names}}
+
+    def import_(self, seq: Hashable, data: Mapping[str, torch.Tensor], salt: str = "") -> None:
+        """Begin seq with what `export` gave, from a cache of any block size, dtype or device.
+
+        Codes of the same type are taken bit for bit, everything else is converted. All or nothing: ValueError if
+        the id is taken or the tensors do not fit this cache or each other, OutOfBlocks if there is no room.
+        """
+        missing = [name for name in ("tokens", "k", "v") if name not in data]
+        if missing:
+            raise ValueError(f"the imported sequence {seq!r} has no {' and no '.join(missing)}")
+        if data["k"].dtype != data["v"].dtype:
+            types = " and ".join(str(data[name].dtype).removeprefix("torch.") for name in ("k", "v"))
+            raise ValueError(f"k and v of the imported sequence {seq!r} are {types}, but must be of one type")
+        L, (_, _, G, D) = len(self.k), self.k[0].shape
+        tokens, quantized = data["tokens"].tolist(), data["k"].dtype in LARGEST
+        names = ("k", "v", "k_scale", "v_scale") if quantized else ("k", "v")
+        for name in names:
+            shape = (L, len(tokens), G, D)[: 3 if name.endswith("scale") else 4]
+            if name not in data or data[name].shape != shape:
+                what = tuple(data[name].shape) if name in data else "missing"
+                raise ValueError(f"{name} of the imported sequence {seq!r} is {what}, but this cache takes {shape}")
+            if name.endswith("scale") and not ((data[name] > 0) & data[name].isfinite()).all():
+                raise ValueError(f"{name} of the imported sequence {seq!r} has scales that are not finite and positive")
+        cached = self.add(seq, tokens, salt)
+        try:
+            if not tokens:
+                return
+            step = self.extend({seq: tokens[cached:]})
+            for layer in range(L):
+                new = {name: data[name][layer, cached:].to(self.device) for name in names}
+                if quantized and data["k"].dtype == self.dtype:
+                    for name, x in new.items():
+                        _store(getattr(self, name)[layer], step.slots, x)
+                    continue
+                if quantized:
+                    new = {name: new[name].float() * new[name + "_scale"][..., None] for name in ("k", "v")}
+                self._write(layer, step.slots, new["k"], new["v"])
+            self.commit(step)
+        except BaseException:
+            self.free(seq)
+            raise
+
+    # ---- for tests and debugging
 
     def check(self) -> None:
-        """AssertionError unless all bookkeeping agrees; for tests and debugging."""
-        counts = [0] * self.n_blocks
+        """AssertionError unless all bookkeeping agrees."""
+        size, counts = self.block_size, [0] * self.n_blocks
         for seq, s in self._sequences.items():
             total = len(s.tokens) + len(s.new)
             assert len(s.blocks) == self._blocks_for(total), f"{seq!r}: {len(s.blocks)} blocks for {total} tokens"
             assert (s.step is None) == (not s.new), f"{seq!r}: new tokens without a step, or a step without"
             assert len(set(s.blocks)) == len(s.blocks), f"{seq!r} holds a block twice: {s.blocks}"
-            for block in s.blocks:
+            assert s.published * size <= len(s.tokens), f"{seq!r} has published more than it holds"
+            for i, block in enumerate(s.blocks):
                 counts[block] += 1
+                p = self._published.get(block)
+                assert p or i >= s.published, f"{seq!r}: block {block} is not published"
+                if i < s.published:
+                    held = (s.blocks[i - 1] if i else None, s.salt, tuple(s.tokens[i * size: (i + 1) * size]))
+                    assert p[1:4] == held, f"{seq!r}: block {block} is published as something else"
         assert counts == self._references, "reference counts differ from the block tables"
         for block, count in enumerate(counts):
-            assert (count == 0) == (block in self._free), f"block {block} is held {count} times and free or lost"
+            states = [count > 0, block in self._free, block in self._evictable]
+            assert sum(states) == 1, f"block {block}, held {count} times: used, free, evictable are {states}"
+            assert count > 0 or (block in self._evictable) == (block in self._published), f"block {block} is lost"
+        assert self._index == {p.key: block for block, p in self._published.items()}, "keys and blocks differ"
+        age = {block: i for i, block in enumerate(self._evictable)}
+        for block, p in self._published.items():
+            parent = None if p.parent is None else self._published[p.parent]
+            assert p.key == _key(parent.key if parent else _root(p.salt), p.tokens), f"block {block}: not its key"
+            assert len(p.tokens) == size and (parent is None or (block in parent.children and parent.salt == p.salt))
+            for child in p.children:
+                assert self._published[child].parent == block, f"block {child} is not behind block {block}"
+                assert age.get(child, -1) < age.get(block, self.n_blocks), f"block {block} would go before {child}"
+                assert not (block in age and child not in age), f"block {child} is used, but not {block} before it"
 
-    # ---- bookkeeping
+    # ---- bookkeeping of blocks
 
     def _get(self, seq: Hashable) -> _Sequence:
         if seq not in self._sequences:
             raise ValueError(f"no sequence {seq!r} in the KV cache; add it first")
         return self._sequences[seq]
 
+    def _closed(self, seq: Hashable) -> _Sequence:
+        s = self._get(seq)
+        if s.step is not None:
+            raise ValueError(f"sequence {seq!r} has an open step; commit it or roll it back first")
+        return s
+
     def _blocks_for(self, n_tokens: int) -> int:
         return -(-n_tokens // self.block_size)
 
+    def _tail(self, s: _Sequence) -> int | None:
+        """The block into which the next token of s goes, if it has begun."""
+        return s.blocks[len(s.tokens) // self.block_size] if len(s.tokens) % self.block_size else None
+
     def _take(self, wish: int | None) -> int:
-        """A free block: the wished one if it is free (runs of blocks are read in place), else the oldest."""
+        """The wished block if it is free (runs are read in place), else the oldest free one, else an evicted one."""
         if wish in self._free:
             del self._free[wish]
             block = wish
-        else:
+        elif self._free:
             block, _ = self._free.popitem(last=False)
+        else:
+            block, _ = self._evictable.popitem(last=False)
+            self._unpublish(block)
+            self.stats.evicted += 1
         self._references[block] = 1
         return block
+
+    def _hold(self, block: int) -> None:
+        if self._references[block] == 0:
+            del self._evictable[block]
+        self._references[block] += 1
 
     def _release(self, block: int) -> None:
         self._references[block] -= 1
         if self._references[block] == 0:
-            self._free[block] = None
+            (self._evictable if block in self._published else self._free)[block] = None
 
     def _shrink(self, s: _Sequence) -> None:
         while len(s.blocks) > self._blocks_for(len(s.tokens)):
             self._release(s.blocks.pop())
+        s.published = min(s.published, len(s.tokens) // self.block_size)
 
-    def _describe(self, plan: Mapping[Hashable, Sequence[int]]) -> Step:
-        """The index tensors of a step; the plan's blocks are already in the block tables."""
-        tokens, positions, slots, q_start, kv_len, tables = [], [], [], [0], [], []
+    # ---- bookkeeping of prefixes
+
+    def _find(self, key: bytes, s: _Sequence, tokens: tuple[int, ...]) -> int | None:
+        """The published block that goes behind s.blocks and holds these tokens."""
+        block = self._index.get(key)
+        if block is None:
+            return None
+        parent = s.blocks[-1] if s.blocks else None
+        return block if self._published[block][1:4] == (parent, s.salt, tokens) else None
+
+    def _publish(self, s: _Sequence) -> None:
+        """Publish the full blocks of s.
+
+        subtle: where an equal block is published already, s takes that one and gives its own back. So whoever holds a
+        published block holds the published ones before it, and a block never becomes evictable before those behind it:
+        the order in which blocks are given back is enough to evict chains from the tail.
+        """
+        while (s.published + 1) * self.block_size <= len(s.tokens):
+            i = s.published
+            tokens = tuple(s.tokens[i * self.block_size: (i + 1) * self.block_size])
+            parent = s.blocks[i - 1] if i else None
+            key = _key(self._published[parent].key if i else _root(s.salt), tokens)
+            block = self._index.get(key)
+            if block is None:
+                self._index[key] = s.blocks[i]
+                self._published[s.blocks[i]] = _Published(key, parent, s.salt, tokens, set())
+                if i:
+                    self._published[parent].children.add(s.blocks[i])
+            elif self._published[block][1:4] == (parent, s.salt, tokens):
+                self._hold(block)
+                self._release(s.blocks[i])
+                s.blocks[i] = block
+            else:  # two contents of one key: this one, and what comes behind it, stays private
+                return
+            s.published += 1
+
+    def _unpublish(self, block: int) -> None:
+        """Forget what a block holds, and all blocks behind it, which nobody holds: they become free."""
+        parent = self._published[block].parent
+        if parent is not None:
+            self._published[parent].children.discard(block)
+        doomed = [block]
+        for b in doomed:
+            p = self._published.pop(b)
+            del self._index[p.key]
+            doomed.extend(p.children)
+            if b != block:
+                assert self._references[b] == 0, f"block {b} is used, but not block {p.parent} before it"
+                del self._evictable[b]
+                self._free[b] = None
+
+    # ---- tensors
+
+    def _pools(self) -> list[torch.Tensor]:
+        return [*self.k, *self.v, *(self.k_scale or ()), *(self.v_scale or ())]
+
+    def _describe(self, plan: Mapping[Hashable, Sequence[int]], tables: Mapping[Hashable, list[int]]) -> Step:
+        """The index tensors of a step of these ids and block tables."""
+        tokens, positions, slots, q_start, kv_len = [], [], [], [0], []
         for seq, ids in plan.items():
-            s = self._sequences[seq]
-            begin, end = len(s.tokens), len(s.tokens) + len(ids)
+            begin, blocks = len(self._sequences[seq].tokens), tables[seq]
+            end = begin + len(ids)
             tokens.extend(ids)
             positions.extend(range(begin, end))
-            slots.extend(s.blocks[t // self.block_size] * self.block_size + t % self.block_size
+            slots.extend(blocks[t // self.block_size] * self.block_size + t % self.block_size
                          for t in range(begin, end))
             q_start.append(len(tokens))
             kv_len.append(end)
-            tables.append(s.blocks)
-        width = max(map(len, tables))
-        trash = self.n_blocks
-        tables = [t + [trash] * (width - len(t)) for t in tables]
+        width = max(map(len, tables.values()))
+        padded = [t + [self.n_blocks] * (width - len(t)) for t in tables.values()]  # with the trash block
 
         def tensor(x: list, dtype: torch.dtype) -> torch.Tensor:
             return torch.tensor(x, dtype=dtype).to(self.device, non_blocking=True)
 
         first, n = slots[0], len(slots)
         run = slice(first, first + n) if slots == list(range(first, first + n)) else None
-        slots, block_table = tensor(slots, torch.int64), tensor(tables, torch.int32)
+        slots, block_table = tensor(slots, torch.int64), tensor(padded, torch.int32)
         kv_len, q_start = tensor(kv_len, torch.int32), tensor(q_start, torch.int32)
         n_new = tuple(len(ids) for ids in plan.values())
         attend = partial(self._attend, slots if run is None else run, block_table, kv_len, q_start, max(n_new))
         return Step(tensor(tokens, torch.int64), tensor(positions, torch.int64), slots, block_table, kv_len, q_start,
                     tuple(plan), n_new, max(n_new), attend)
 
+    def _write(self, layer: int, slots: torch.Tensor | slice, k: torch.Tensor, v: torch.Tensor) -> None:
+        """k and v (N, G, D) into these slots of a layer, quantized if the cache is."""
+        if self.k_scale is not None:
+            (k, v), scales = quantize(torch.stack((k, v)), self.dtype)
+            _store(self.k_scale[layer], slots, scales[0])
+            _store(self.v_scale[layer], slots, scales[1])
+        _store(self.k[layer], slots, k)
+        _store(self.v[layer], slots, v)
+
     def _attend(self, slots, block_table, kv_len, q_start, max_q, layer: int, q: torch.Tensor, k: torch.Tensor,
                 v: torch.Tensor) -> torch.Tensor:
         """q (N, H, D), k and v (N, G, D) of this step's tokens -> (N, H, D)."""
-        for pool, new in ((self.k[layer], k), (self.v[layer], v)):
-            pool = pool.flatten(0, 1)  # (slots, G, D): a view, whatever the layout
-            if isinstance(slots, slice):  # one run, the usual case for one sequence: a plain copy, 7 times faster
-                pool[slots] = new
-            else:
-                pool.index_copy_(0, slots, new)
-        return self.attention(q, self.k[layer], self.v[layer], block_table, kv_len, q_start, self.scale, max_q=max_q)
+        self._write(layer, slots, k, v)
+        scales = {} if self.k_scale is None else {"k_scale": self.k_scale[layer], "v_scale": self.v_scale[layer]}
+        return self.attention(q, self.k[layer], self.v[layer], block_table, kv_len, q_start, self.scale, max_q=max_q,
+                              window=self.window, **scales)
+
+
+def _store(pool: torch.Tensor, slots: torch.Tensor | slice, x: torch.Tensor) -> None:
+    """x (N, G, ...) into slots of a pool (n_blocks, block_size, G, ...)."""
+    pool = pool.flatten(0, 1)  # (slots, G, ...): a view, whatever the layout
+    if isinstance(slots, slice):  # one run, the usual case for one sequence: a plain copy, 7 times faster
+        pool[slots] = x
+    elif pool.dtype == torch.float8_e4m3fn:  # which index_copy_ does not know
+        pool.view(torch.uint8).index_copy_(0, slots, x.view(torch.uint8))
+    else:
+        pool.index_copy_(0, slots, x.to(pool.dtype))
 
 
 # ------------------------------------------------------------------ demo
 
 if __name__ == "__main__":
     torch.manual_seed(0)
+    # 64 chats of one server: log-normal around 300 tokens, most between 100 and 900, none above the context of 4096.
+    lengths = torch.randn(64).mul(0.75).add(5.7).exp().round().clamp(8, 4096).long().tolist()
+    used = sum(lengths)
+    print(f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)} tokens, {used} in all")
+    print(f"  reserved in one piece of 4096 each:  {1 - used / (4096 * len(lengths)):6.1%} of the slots hold nothing")
+    for size in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        slots = sum(-(-n // size) * size for n in lengths)
+        print(f"  blocks of {size:3}:                       {1 - used / slots:6.1%}")
+
     cache = PagedKVCache(n_layer=1, n_kv_head=2, head_dim=8, n_blocks=8, block_size=4)
 
     def picture(title: str) -> None:
@@ -388,34 +692,50 @@ if __name__ == "__main__":
         for name, s in cache._sequences.items():
             for i, block in enumerate(s.blocks):
                 held = s.tokens[i * 4: i * 4 + 4]
-                cells[block] = f"{name}: " + " ".join(map(str, held)) + " ." * (4 - len(held))
+                owners, _ = cells.get(block, ("", None))
+                cells[block] = owners + name, " ".join(map(str, held)) + " ." * (4 - len(held))
         print(f"\n{title}")
         for block in range(cache.n_blocks):
-            print(f"  block {block}  {cells.get(block, 'free')}")
+            name, text = cells.get(block, ("", "free"))
+            if block in cache._evictable:
+                text = " ".join(map(str, cache._published[block].tokens)) + "   evictable"
+            print(f"  block {block}  {name:3}  {text}")
         for name, s in cache._sequences.items():
-            print(f"  block table of {name}: {s.blocks}   {len(s.tokens)} tokens")
+            print(f"  block table of {name}: {s.blocks}")
 
-    def run(plan: dict) -> torch.Tensor:  # a "model" of one layer whose q, k and v are random
+    def run(plan: dict) -> None:  # a "model" of one layer whose q, k and v are random
         step = cache.extend(plan)
         q, k, v = (torch.randn(len(step.tokens), heads, 8) for heads in (6, 2, 2))
-        out = step.attend(0, q, k, v)
+        step.attend(0, q, k, v)
         cache.commit(step)
-        return out
 
     cache.add("A")
-    cache.add("B")
-    run({"A": [10, 11, 12, 13, 14], "B": [20, 21]})
-    picture("two prompts in one step: 7 packed tokens, no padding")
-    for t in range(3):
-        run({"A": [15 + t], "B": [22 + t]})
-    picture("three decode steps later: each took a block only when it needed one")
-    cache.trim("A", 4)
-    picture("A trimmed to 4 tokens (as after rejected drafts)")
+    run({"A": [10, 11, 12, 13, 14, 15]})
+    picture("a prompt of 6 tokens in blocks of 4")
+    cache.fork("A", "B")
+    picture("forked: A and B hold the same blocks")
+    run({"A": [20], "B": [30]})
+    picture("each with a token of its own: the first to write took a copy of the block that was not full")
+    run({"A": [21, 22], "B": [31]})
+    cache.free("A")
+    picture("A is gone: its full block stays until the room is needed")
+    found = cache.add("C", [10, 11, 12, 13, 14, 15, 20, 21, 99])
+    picture(f"C begins like A did: {found} of its 9 tokens need not be computed")
     try:
-        cache.extend({"A": list(range(40))})
+        cache.extend({"B": list(range(40))})
     except OutOfBlocks as error:
         print(f"\ntoo much: {error}")
-    cache.free("A")
-    cache.free("B")
+    for name in "BC":
+        cache.free(name)
     cache.check()
-    print(f"\nafter free: {cache.n_free} of {cache.n_blocks} blocks free")
+    print(f"after free: {cache.n_free} of {cache.n_blocks} blocks can be taken; {cache.stats}")
+
+    class SmolLM2:  # 135M
+        n_layer, n_kv_head, head_dim = 30, 3, 64
+
+    print("\nbytes of one token, and the largest error of 1000 random heads, as a share of the head's greatest number")
+    x = torch.randn(1000, 64)
+    for name in ("bfloat16", "int8", "fp8"):
+        codes, scales = quantize(x, CODES[name]) if name in CODES else (x.bfloat16(), torch.ones(1000))
+        error = (codes.float() * scales[:, None] - x).abs().amax(1) / x.abs().amax(1)
+        print(f"  {name:8}  {kv_bytes_per_token(SmolLM2, CODES.get(name, torch.bfloat16)):6}  {error.max():.4f}")

@@ -1,0 +1,315 @@
+"""attention.py - attention through a block table, in plain PyTorch.
+
+The keys and values of a sequence lie in blocks, scattered over a pool; its block table says where. Attention takes
+the new tokens of many sequences, packed one after the other, and for each of them the keys of its own sequence:
+
+    block table of b   [5, 2]            pool, blocks of 4   ... 2: k4 k5 . .   ...   5: k0 k1 k2 k3 ...
+    keys of b          k0 k1 k2 k3 k4 k5
+
+The mask, stated once: of a sequence's n new tokens the j-th (from 0) sees keys 0 .. kv_len - n + j, of these the last
+`window` if there is a window, which counts the token itself.
+
+            keys  0 1 2 3 4                      keys  0 1 2 3 4
+        new 0     x x x x .                  new 0     . . x x .        kv_len 5, n 2; on the right window 2
+        new 1     x x x x x                  new 1     . . . x x        (torch's is_causal would align it top left)
+
+`paged_attention` is what a CPU runs, `reference_attention` the same in a few slow lines, to be compared with; a GPU
+kernel of the same signature takes their place. What makes the difference on a CPU:
+
+- query heads that share a key/value head become rows of one product with it (grouped-query attention)
+- blocks that lie in one run are read in place, others are gathered first
+- few new tokens of many sequences of like length go as one padded batch, not in a loop
+- a chunk of a prompt is cut into groups of rows, so that no mask grows with rows times keys
+- keys of another type than the queries are converted a piece at a time, and the scales of a quantized cache multiply
+  scores and weights (one number a key), not keys and values (head_dim numbers). Pieces are joined by the log-sum-exp of
+  their scores, as in FlashAttention (Dao et al. 2022, after Milakov and Gimelshein 2018)
+
+Left out on purpose: ALiBi, soft caps, attention sinks, dropout, gradients through the cache.
+
+Shapes: B sequences, N packed tokens, n new tokens of one, H query heads, G key/value heads,
+D head_dim, S cached length.
+"""
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+FEW_ROWS = 8  # sequences with at most so many new tokens share a padded batch,
+SHORT = 1024  # if they have at most so many keys: reading longer ones in place is faster than copying them
+MASK_CELLS = 1 << 23  # rows times keys of one mask at most
+FEW_KEYS = 32  # and lengths up to this count as alike, longer ones within a factor of two
+PIECE = 1024  # keys of a quantized cache that become floating point at once
+
+# ------------------------------------------------------------------ the plain form
+
+
+def reference_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
+                        kv_len: torch.Tensor, q_start: torch.Tensor, scale: float, *, max_q: int,
+                        window: int | None = None, k_scale: torch.Tensor | None = None,
+                        v_scale: torch.Tensor | None = None, return_lse: bool = False):
+    """Attention through a block table, slow and plain: sequence by sequence, all scores at once.
+
+    q (N, H, D) -> (N, H, D), and the log-sum-exp (N, H) if asked; the other arguments are paged_attention's.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    out, lse = torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, dtype=dtype, device=q.device)
+    block_size, G, group = k_cache.shape[1], k_cache.shape[2], q.shape[1] // k_cache.shape[2]
+    for blocks, S, begin, end in zip(block_table.tolist(), kv_len.tolist(), q_start.tolist(), q_start.tolist()[1:]):
+        at = torch.arange(S, device=q.device)
+        at = torch.tensor(blocks, device=q.device)[at // block_size], at % block_size
+        k, v = k_cache[at].to(dtype), v_cache[at].to(dtype)  # (S, G, D)
+        if k_scale is not None:
+            k, v = k * k_scale[at][..., None].to(dtype), v * v_scale[at][..., None].to(dtype)
+        rows = q[begin:end].to(dtype).unflatten(1, (G, group))  # (n, G, H/G, D)
+        age = S - (end - begin) + torch.arange(end - begin, device=q.device)[:, None] - torch.arange(S, device=q.device)
+        hidden = age < 0 if window is None else (age < 0) | (age >= window)  # (n, S); age: how far back a key lies
+        scores = torch.einsum("nghd,sgd->nghs", rows, k) * scale
+        scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
+        lse[begin:end] = scores.logsumexp(-1).flatten(1)
+        weights = scores.softmax(-1).masked_fill(hidden.all(1)[:, None, None, None], 0)  # no key: zeros, not NaN
+        out[begin:end] = torch.einsum("nghs,sgd->nghd", weights, v).flatten(1, 2).to(q.dtype)
+    return (out, lse) if return_lse else out
+
+
+# ------------------------------------------------------------------ the fast form
+
+
+def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
+                    kv_len: torch.Tensor, q_start: torch.Tensor, scale: float, *, max_q: int,
+                    window: int | None = None, k_scale: torch.Tensor | None = None,
+                    v_scale: torch.Tensor | None = None, return_lse: bool = False):
+    """Attention of N packed new tokens to the cached keys of their own sequences, their own included.
+
+    q            (N, H, D), sequence b's rows are q_start[b] .. q_start[b + 1]
+    k_cache, v_cache   (n_blocks, block_size, G, D), any strides; H is a multiple of G, head h reads KV head h // (H/G)
+    block_table  (B, max_blocks) int32;  kv_len (B,) keys of each sequence, the new ones included;  q_start (B + 1,)
+    scale        multiplies q.k, usually D ** -0.5;  max_q: most new tokens of one sequence (kernels size grids by it)
+    window       a token sees so many keys at most, itself included
+    k_scale, v_scale   (n_blocks, block_size, G) float32: then the caches hold codes, worth code * scale
+    Returns (N, H, D), with return_lse also the natural log-sum-exp of the scores (N, H), float32 or wider.
+
+    A row that sees no key at all (kv_len < n) gives zeros, and -inf as log-sum-exp.
+    """
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}, but counts the token itself and must be 1 or more")
+    caches = (k_cache, v_cache) if k_scale is None else (k_cache, v_cache, k_scale[..., None], v_scale[..., None])
+    starts, lengths = q_start.tolist(), kv_len.tolist()
+    if len(lengths) == 1 and lengths[0]:  # the usual case of one sequence: nothing to sort, nothing to put together
+        out, lse = _attend_one(q, caches, block_table[0], lengths[0], scale, window, return_lse)
+        return (out, lse) if return_lse else out
+    out, lse = torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, dtype=_wide(q), device=q.device)
+    for batch in _batches(starts, lengths):
+        b, B = batch[0], len(batch)
+        rows, table, S = slice(starts[b], starts[b + 1]), block_table, kv_len
+        if B == 1:
+            part = _attend_one(q[rows], caches, table[b], lengths[b], scale, window, return_lse)
+        else:
+            if len(lengths) > B:
+                rows = torch.tensor([r for b in batch for r in range(starts[b], starts[b + 1])], device=q.device)
+                table, S = (x.index_select(0, torch.tensor(batch, device=q.device)) for x in (table, S))
+            else:
+                rows = slice(None)
+            longest = max(lengths[b] for b in batch)
+            part = _attend_many(q[rows].unflatten(0, (B, -1)), caches, table, S, longest, scale, window, return_lse)
+        out[rows] = part[0]
+        if return_lse:
+            lse[rows] = part[1]
+    return (out, lse) if return_lse else out
+
+
+def _wide(q: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
+
+
+def _batches(starts: list[int], lengths: list[int]) -> list[list[int]]:
+    """Which sequences to compute together: each one alone, but those of few new tokens and few keys by like length.
+
+    >>> _batches([0, 1, 2, 9, 10, 11], [500, 30, 7, 40, 600])   # of one new token, but for the third
+    [[1, 3], [0, 4], [2]]
+    """
+    batches, few = [], []
+    for b, S in enumerate(lengths):
+        n = starts[b + 1] - starts[b]
+        if n and S:
+            few.append((n, S, b)) if n <= FEW_ROWS and n <= S <= SHORT else batches.append([b])
+    count = most = 0
+    for n, S, b in sorted(few):
+        if n != count or most < S:
+            count, most = n, max(2 * S, FEW_KEYS)
+            batches.append([])
+        batches[-1].append(b)
+    return [sorted(batch) for batch in batches]
+
+
+def _attend_one(q: torch.Tensor, caches: tuple, blocks: torch.Tensor, S: int, scale: float, window: int | None,
+                return_lse: bool) -> tuple:
+    """The n new tokens q (n, H, D) of one sequence of S keys -> (n, H, D), log-sum-exp (n, H) or None."""
+    (n, H, D), G = q.shape, caches[0].shape[2]
+    group, window = H // G, min(window or S, S)
+    first = max(0, S - n - window + 1)  # the first key that any row sees
+    keys = _read(caches, blocks, first, S)  # (1, G, S - first, D)
+    if n == 1:
+        out, lse = _attend(q.view(1, G, group, D), *keys, mask=None, scale=scale, return_lse=return_lse)
+        return out.reshape(1, H, D), lse.view(1, H) if return_lse else None
+    if n == S == window and caches[0].dtype == q.dtype and not return_lse:
+        # A whole prompt: torch's own causal mask is right here and needs no (n, S) matrix.
+        out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], *keys, is_causal=True, scale=scale,
+                                             enable_gqa=True)  # (1, H, n, D)
+        return out[0].transpose(0, 1), None
+    out, lse = torch.zeros_like(q), torch.full((n, H), -torch.inf, dtype=_wide(q), device=q.device)
+    at_once = max(1, MASK_CELLS // (group * S))
+    for begin in range(max(0, n - S), n, at_once):  # the first n - S rows, if any, see nothing
+        end = min(begin + at_once, n)
+        r, last = end - begin, S - n + end  # these rows see keys before `last`, the last row `last - 1`
+        since = max(0, last - r - window + 1)
+        seen = [k[:, :, since - first: last - first] for k in keys]
+        rows = q[begin:end].view(r, G, group, D).permute(1, 2, 0, 3).reshape(1, G, group * r, D)
+        corner = last - since - r
+        mask = torch.ones(r, last - since, dtype=torch.bool, device=q.device).tril(corner).triu(corner - window + 1)
+        part, part_lse = _attend(rows, *seen, mask=mask.repeat(group, 1), scale=scale, return_lse=return_lse)
+        out[begin:end] = part.view(G, group, r, D).permute(2, 0, 1, 3).reshape(r, H, D)
+        if return_lse:
+            lse[begin:end] = part_lse.view(H, r).T
+    return out, lse
+
+
+def _attend_many(q: torch.Tensor, caches: tuple, block_table: torch.Tensor, kv_len: torch.Tensor, longest: int,
+                 scale: float, window: int | None, return_lse: bool) -> tuple:
+    """n new tokens each of B sequences, q (B, n, H, D), padded to `longest` keys -> (B * n, H, D), lse or None.
+
+    subtle: a key that pads is a copy of its sequence's first key, which is masked. Were it read from where the padding
+    points to, it could be NaN, and 0 * NaN is NaN.
+    """
+    (B, n, H, D), (_, block_size, G, _) = q.shape, caches[0].shape
+    group, t = H // G, torch.arange(-(-longest // block_size) * block_size, device=q.device)
+    at = kv_len[:, None] - n + torch.arange(n, device=q.device)  # (B, n), where the new tokens stand
+    age = at[..., None] - t  # (B, n, S), how far back a key lies
+    mask = age >= 0 if window is None else (age >= 0) & (age < window)
+    slots = block_table[:, : len(t) // block_size, None] * block_size + t[:block_size]  # (B, blocks, block_size)
+    slots = slots.flatten(1)
+    slots = torch.where(t < kv_len[:, None], slots, slots[:, :1]).flatten()  # (B * S,)
+    keys = [_pick(cache, slots).unflatten(1, (B, len(t))) for cache in caches]  # (G, B, S, D)
+    rows = q.view(B, n, G, group, D).permute(2, 0, 3, 1, 4).reshape(G, B, group * n, D)
+    mask = mask.repeat(1, group, 1)[None]  # (1, B, group * n, S)
+    out, lse = _attend(rows, *keys, mask=mask, scale=scale, return_lse=return_lse)
+    out = out.view(G, B, group, n, D).permute(1, 3, 0, 2, 4).reshape(B * n, H, D)
+    return out, None if lse is None else lse.view(G, B, group, n).permute(1, 3, 0, 2).reshape(B * n, H)
+
+
+def _read(caches: tuple, blocks: torch.Tensor, first: int, S: int) -> list[torch.Tensor]:
+    """Keys first .. S - 1 of one sequence from each cache, (1, G, S - first, D): views if its blocks are one run.
+
+    Slots behind S are cut off before anything is computed: masking their scores would not do, 0 * NaN is NaN.
+    """
+    block_size = caches[0].shape[1]
+    numbers = blocks[: -(-S // block_size)].tolist()
+    run, views = numbers == list(range(numbers[0], numbers[0] + len(numbers))), []
+    for cache in caches:
+        block, token, head, dim = cache.stride()
+        if run and block == block_size * token:
+            # A view, made in one operation instead of four: this runs twice a layer and step.
+            at = cache.storage_offset() + numbers[0] * block + first * token
+            views.append(cache.as_strided((1, cache.shape[2], S - first, cache.shape[3]), (0, head, token, dim), at))
+    if len(views) == len(caches):
+        return views
+    t = torch.arange(first, S, device=blocks.device)
+    slots = blocks.index_select(0, t // block_size) * block_size + t % block_size
+    return [_pick(cache, slots)[None] for cache in caches]
+
+
+def _pick(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """The keys (or values, or scales) in these slots (S,), copied, (G, S, D)."""
+    block_size = cache.shape[1]
+    if cache.stride(0) == block_size * cache.stride(1):  # flatten is a view; index_select: 5 times faster than indexing
+        return cache.flatten(0, 1).transpose(0, 1).index_select(1, slots)
+    return cache[slots // block_size, slots % block_size].transpose(0, 1)
+
+
+# ------------------------------------------------------------------ one product with keys, one with values
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_scale: torch.Tensor | None = None,
+            v_scale: torch.Tensor | None = None, *, mask: torch.Tensor | None, scale: float, return_lse: bool) -> tuple:
+    """q (X, Y, R, D) against k, v (X, Y, S, D), scales (X, Y, S, 1), True in the mask where a key is seen.
+
+    Returns (X, Y, R, D), and the log-sum-exp (X, Y, R) if asked.
+    """
+    if k.dtype == q.dtype and not return_lse:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale), None
+    dtype, rows = _wide(q), q.to(_wide(q)) * scale
+    outs, sums = [], []
+    for i in range(0, k.shape[-2], PIECE):
+        piece = slice(i, i + PIECE)
+        scores = rows @ _from_codes(k[..., piece, :], dtype).mT  # (X, Y, R, keys)
+        if k_scale is not None:
+            scores *= k_scale[..., piece, :].mT
+        if mask is not None:
+            scores.masked_fill_(~mask[..., piece], -torch.inf)
+        sums.append(scores.logsumexp(-1, keepdim=True) if return_lse or k.shape[-2] > PIECE else None)
+        weights = scores.softmax(-1)
+        if sums[-1] is not None and mask is not None:  # a row that sees no key of this piece: zeros, not NaN
+            weights.masked_fill_(sums[-1] == -torch.inf, 0)
+        if v_scale is not None:
+            weights *= v_scale[..., piece, :].mT
+        outs.append(weights @ _from_codes(v[..., piece, :], dtype))  # (X, Y, R, D)
+    if len(outs) == 1:
+        return outs[0].to(q.dtype), sums[0].squeeze(-1) if return_lse else None
+    lse = torch.stack(sums).logsumexp(0)
+    out = sum(out * (part - lse).exp() for out, part in zip(outs, sums))  # each piece by its share of all weight
+    return out.to(q.dtype), lse.squeeze(-1) if return_lse else None
+
+
+def _from_codes(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Codes as floating point, exactly. fp8 on the CPU takes a detour, a fifth as long as torch's own conversion.
+
+    e4m3 is sign, 4 bits of exponent (bias 7), 3 of mantissa; shifted under float16's exponent (bias 15) it is the same
+    number times 2 ** -8, subnormals included. Only NaN is lost (480): codes are finite.
+
+    >>> _from_codes(torch.tensor([1.0, -448, 2 ** -9, 0]).to(torch.float8_e4m3fn), torch.float32).tolist()
+    [1.0, -448.0, 0.001953125, 0.0]
+    """
+    if codes.dtype != torch.float8_e4m3fn or codes.device.type != "cpu":
+        return codes.to(dtype)
+    bits = codes.view(torch.int8).to(torch.int16)  # s s s s s s s s  s e e e e m m m
+    bits = bits.bitwise_left_shift_(7).bitwise_and_(-0x4001)  # s 0 e e e e m m  m 0 0 0 0 0 0 0
+    return bits.view(torch.float16).to(dtype).mul_(256)
+
+
+# ------------------------------------------------------------------ demo
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    H, G, D, block_size = 6, 2, 16, 4
+    k_cache, v_cache = (torch.full((10, block_size, G, D), math.nan) for _ in range(2))  # never written: NaN
+    tables, lengths, counts = [[7, 2, 5], [4]], [9, 3], [2, 3]  # a draft of one checked behind 7 keys; a prompt of 3
+    for blocks, S in zip(tables, lengths):
+        for t in range(S):
+            k_cache[blocks[t // block_size], t % block_size], v_cache[blocks[t // block_size], t % block_size] = (
+                torch.randn(2, G, D))
+    q = torch.randn(sum(counts), H, D)
+    arguments = (q, k_cache, v_cache, torch.tensor([[7, 2, 5], [4, 0, 0]], dtype=torch.int32), torch.tensor(lengths),
+                 torch.tensor([0, 2, 5]), D ** -0.5)
+    for S, n, blocks in zip(lengths, counts, tables):
+        print(f"\n{n} new tokens of a sequence of {S} in blocks {blocks}")
+        for window in (None, 3):
+            print(f"  keys seen, {'no window' if window is None else f'window {window}'}")
+            for j in range(n):
+                seen = [0 <= S - n + j - t < (window or S) for t in range(S)]
+                print(f"    new {j}   " + " ".join("x" if s else "." for s in seen))
+    for window in (None, 3):
+        fast, lse = paged_attention(*arguments, max_q=3, window=window, return_lse=True)
+        slow, lse_slow = reference_attention(*arguments, max_q=3, window=window, return_lse=True)
+        print(f"\nwindow {window}: the fast form differs from the plain one by {(fast - slow).abs().max():.1e}, "
+              f"in the log-sum-exp by {(lse - lse_slow).abs().max():.1e}")
+
+    print("\na softmax in pieces: scores 1 3 | 2 5 | 0, values 10 20 | 30 40 | 50")
+    scores, values = torch.tensor([1.0, 3, 2, 5, 0]), torch.tensor([10.0, 20, 30, 40, 50])
+    parts = [(scores[i: i + 2], values[i: i + 2]) for i in range(0, 5, 2)]
+    sums = torch.stack([s.logsumexp(0) for s, _ in parts])
+    for (s, v), part in zip(parts, sums):
+        print(f"  keys {s.tolist()}: mean of values {s.softmax(0) @ v:.4f}, log-sum-exp {part:.4f}, "
+              f"share {(part - sums.logsumexp(0)).exp():.4f}")
+    joined = sum((part - sums.logsumexp(0)).exp() * (s.softmax(0) @ v) for (s, v), part in zip(parts, sums))
+    print(f"  joined by their shares: {joined:.4f}; all at once: {scores.softmax(0) @ values:.4f}")
