@@ -39,6 +39,7 @@ import torch
 import attention
 import checkpoint
 import gguf
+import kvcache
 import layouts
 import packed
 import sampling
@@ -50,7 +51,7 @@ from stream import StreamDecoder
 from tokenizer import Tokenizer
 
 CHUNK = 512  # prompt tokens computed in one pass
-KV_BYTES = 2 << 30  # the KV cache takes at most so much by default; the context shrinks to what fits
+KV_GIB = 2.0  # the KV cache takes at most so much by default; the context shrinks to what fits
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
             "logit_bias")
@@ -59,7 +60,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "pre
 
 
 def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", context: int | None = None,
-         repack: str | None = None) -> LLM:
+         repack: str | None = None, kv_dtype: str = "auto", kv_memory: float = KV_GIB) -> LLM:
     """A model ready to answer.
 
     path     a .gguf file, a Hugging Face folder (also one quantized by compressed-tensors, GPTQ or AWQ), a .safetensors
@@ -69,7 +70,9 @@ def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", 
              bfloat16 where the machine multiplies it natively, else float32. float32, bfloat16, float16 and float64
              expand every weight to that
     device   auto (cuda if there is one, else cpu) or a torch device
-    context  most tokens of one conversation; None: the model's own, or what fits 2 GiB of KV cache
+    context  most tokens of one conversation; None: the model's own, or what fits the KV cache
+    kv_dtype    auto (the activations'), int8 or fp8: one byte and a scale, which halves the cache of bfloat16
+    kv_memory   GiB that the KV cache may take; what it has room for beyond one context keeps earlier prompts
     repack   int8 or int4: quantized weights without a kernel (Q6_K, fp8, ...) are rounded once more to run packed too
     """
     asked, path = path, checkpoint.resolve(path)
@@ -91,7 +94,17 @@ def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", 
     if not all(type(i) is int for i in ends):
         raise ValueError(f"{path}: eos_token_id is {ends}, but must be token ids")
     name = asked if asked and not os.path.exists(asked) else os.path.basename(os.path.abspath(path))
-    return LLM(model, source.tokenizer, name, _context(context, config, dtype), {*ends, *source.tokenizer.eos_ids},
+    if kv_dtype not in ("auto", "int8", "fp8"):
+        raise ValueError(f"kv_dtype {kv_dtype!r} is unknown; known are auto, int8, fp8")
+    kv = dtype if kv_dtype == "auto" else kv_dtype
+    if not 0 < kv_memory < 2**20:
+        raise ValueError(f"a KV cache of {kv_memory} GiB cannot be; give a number above 0")
+    blocks = kvcache.blocks_that_fit(config, kv, int(kv_memory * 2**30))
+    context = _context(context, config, blocks * 16, kv_memory)
+    cache = PagedKVCache(config.n_layer, config.n_kv_head, config.head_dim, min(blocks, 2 * -(-context // 16)), 16,
+                         max_seq_len=context, dtype=kv, device=device, window=config.sliding_window,
+                         attention=attention.paged_attention)
+    return LLM(model, source.tokenizer, name, cache, {*ends, *source.tokenizer.eos_ids},
                _sampling_defaults(source.generation), f"{name}: {_about(source, weights, model)}")
 
 
@@ -191,14 +204,15 @@ def _device(device: str) -> torch.device:
     return device
 
 
-def _context(context: int | None, config: Config, dtype: torch.dtype) -> int:
-    """Tokens of one conversation: as asked for, else the model's own, or what fits the KV cache."""
-    per_token = 2 * config.n_layer * config.n_kv_head * config.head_dim * torch.finfo(dtype).bits // 8
-    if context is None:
-        return max(1, min(config.max_seq_len, KV_BYTES // per_token))
+def _context(context: int | None, config: Config, fits: int, gib: float) -> int:
+    """Tokens of one conversation: as asked for, else the model's own, or what the KV cache has room for."""
+    if context is None and fits:
+        return min(config.max_seq_len, fits)
+    if context is None or fits < context <= config.max_seq_len:
+        raise ValueError(f"a KV cache of {gib:g} GiB holds {fits} tokens, fewer than the {context or 1} of one "
+                         "conversation; allow it more with --kv-memory, or take --kv-dtype int8")
     if not 1 <= context <= config.max_seq_len:
-        why = f" (a sliding window of {config.sliding_window})" if config.sliding_window else ""
-        raise ValueError(f"a context of {context} tokens was asked for; this model has 1 to {config.max_seq_len}{why}")
+        raise ValueError(f"a context of {context} tokens was asked for; this model has 1 to {config.max_seq_len}")
     return context
 
 
@@ -222,16 +236,15 @@ def _sampling_defaults(generation: dict) -> dict:
 class LLM:
     """A model, its tokenizer and its KV cache. `load` makes one."""
 
-    def __init__(self, model: Llama, tokenizer: Tokenizer, name: str, context: int, eos_ids: set[int], defaults: dict,
-                 about: str = ""):
-        c, weight = model.config, model.model["norm"].weight
-        self.model, self.tokenizer, self.name, self.context = model, tokenizer, name, context
+    def __init__(self, model: Llama, tokenizer: Tokenizer, name: str, cache: PagedKVCache, eos_ids: set[int],
+                 defaults: dict, about: str = ""):
+        weight = model.model["norm"].weight
+        self.model, self.tokenizer, self.name = model, tokenizer, name
+        self.cache, self.context = cache, cache.max_seq_len
         self.eos_ids, self.defaults, self.about = eos_ids, defaults, about
         self.device, self.dtype = weight.device, weight.dtype
         is_packed = any(isinstance(m, packed.QuantLinear) for m in model.modules())
         self.weights = "packed" if is_packed else str(weight.dtype).removeprefix("torch.")
-        self.cache = PagedKVCache(c.n_layer, c.n_kv_head, c.head_dim, -(-context // 16), 16, max_seq_len=context,
-                                  dtype=self.dtype, device=self.device, attention=attention.paged_attention)
 
     def encode(self, prompt: str, *, raw: bool = False, system: str | None = None) -> list[int]:
         """Ids of a prompt: through the chat template, or as it is if raw."""
@@ -298,9 +311,8 @@ class LLM:
         if bad is not None:
             raise ValueError(f"token id {bad} is outside the model's vocabulary of {V}")
         if len(ids) > self.context:
-            c, why = self.model.config, "as --context says or memory allows"
-            if self.context == c.max_seq_len:
-                why = "the model's own" if self.context != c.sliding_window else "the model's sliding window"
+            own = self.context == self.model.config.max_seq_len
+            why = "the model's own" if own else "as --context or --kv-memory says"
             raise ValueError(f"the prompt has {len(ids)} tokens, but the context is {self.context}, {why}; "
                              "shorten it")
         if max_tokens is not None and max_tokens < 0:
@@ -358,8 +370,6 @@ class Answer:
         self.started = True
         cache, seq = self.llm.cache, self.seq if self.seq is not None else self
         try:
-            if seq not in cache:
-                cache.add(seq)
             for piece in self._loop(cache, seq):
                 if piece:
                     yield piece
@@ -379,10 +389,13 @@ class Answer:
 
     def _loop(self, cache: PagedKVCache, seq) -> Iterator[str]:
         begin = time.perf_counter()  # of this token; the time that the reader takes with a piece is not counted
-        held = cache.tokens(seq)
-        self.cached = next((i for i, (a, b) in enumerate(zip(held, self.prompt_ids[:-1])) if a != b),
-                           min(len(held), len(self.prompt_ids) - 1))  # at least one token is left to compute
-        cache.trim(seq, self.cached)
+        if seq in cache:  # a conversation: what its tokens and the prompt's have in common is kept
+            held = cache.tokens(seq)
+            self.cached = next((i for i, (a, b) in enumerate(zip(held, self.prompt_ids[:-1])) if a != b),
+                               min(len(held), len(self.prompt_ids) - 1))  # at least one token is left to compute
+            cache.trim(seq, self.cached)
+        else:  # blocks that an earlier prompt with the same beginning has left
+            self.cached = cache.add(seq, self.prompt_ids)
         new = self.prompt_ids[self.cached:]
         while len(self.ids) < self.limit and not self.abort:
             logits = self._extend(cache, seq, new)
@@ -479,8 +492,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, metavar="N", help="the same seed gives the same answer (default: a fresh one)")
     add("--stop", action="append", default=[], metavar="TEXT", help="ends the answer; may be given several times")
     add("--logprobs", type=int, metavar="N", help="with --json, log-probabilities of the N likeliest tokens")
-    add("--context", type=int, metavar="N", help="most tokens of a conversation (default: the model's own, at most "
-                                                 "2 GiB of KV cache)")
+    add("--context", type=int, metavar="N", help="most tokens of a conversation (default: the model's own, or what the "
+                                                 "KV cache has room for)")
+    add("--kv-memory", type=float, default=KV_GIB, metavar="GIB",
+        help=f"most memory of the KV cache (default: {KV_GIB:g})")
+    add("--kv-dtype", default="auto", choices=["auto", "int8", "fp8"], help="of the KV cache; int8 and fp8 halve it "
+        "(default: auto, that of the activations)")
     add("--dtype", default="auto", choices=["auto", *DTYPES], help="expand all weights to this type (default: auto, "
         "quantized weights as they are, the rest in bfloat16 where the machine has it, else float32)")
     add("--repack", choices=["int8", "int4"], help="round quantized weights that no kernel takes as they are (Q6_K, "
@@ -652,7 +669,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if prompt is not None and not prompt.strip() and not args.raw:
             raise ValueError("the prompt is empty")
         llm = load(args.model, dtype=args.dtype, device=args.device, context=args.context,
-                   repack=args.repack)
+                   repack=args.repack, kv_dtype=args.kv_dtype, kv_memory=args.kv_memory)
         return _chat(llm, args) if prompt is None else _one(llm, prompt, args)
     except KeyboardInterrupt:
         return 130

@@ -14,7 +14,7 @@ drafts to verify: the model cannot tell), and the head, a fifth of a small model
 
 One code path covers Llama 2 / 3 / 3.1 / 3.2, SmolLM2, TinyLlama, Mistral, Qwen2 / 2.5 and Qwen3: what differs is a
 line of the table FAMILIES and the frequencies of the rotary embedding. What is not implemented is refused by name
-(mixture of experts, partial rotary, sliding windows below the context in use, unknown families and RoPE types).
+(mixture of experts, partial rotary, unknown families and RoPE types).
 
 Papers: RMSNorm (Zhang and Sennrich 2019), rotary embedding (Su et al. 2021), SwiGLU (Shazeer 2020), grouped-query
 attention (Ainslie et al. 2023), YaRN (Peng et al. 2023). Parameter names are Hugging Face's, so state dicts fit.
@@ -66,7 +66,7 @@ class Config:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    sliding_window: int | None = None  # if set, max_seq_len does not exceed it: within it, full attention is exact
+    sliding_window: int | None = None  # keys that a token sees, itself included; None: all before it
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Config:
@@ -87,7 +87,9 @@ class Config:
         max_seq_len = _whole(d, "max_position_embeddings")
         window = d.get("sliding_window") if _flag(d, "use_sliding_window", True) else None
         if window is not None:
-            max_seq_len = min(max_seq_len, _whole(d, "sliding_window"))
+            window = _whole(d, "sliding_window")
+            if d["model_type"] != "mistral":  # some layers may have the window and others not: within it all are alike
+                max_seq_len = min(max_seq_len, window)
         flags = [_flag(d, f) if isinstance(f, str) else f for f in FAMILIES[d["model_type"]]]
         config = cls(
             n_layer=_whole(d, "num_hidden_layers", most=1024), n_head=n_head, n_kv_head=n_kv_head, head_dim=head_dim,
@@ -320,10 +322,16 @@ class RMSNorm(nn.Module):
         return wide.to(x.dtype) * self.weight  # Llama's order: back to x's dtype first, then times the weight
 
 
-def causal_attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Dense causal attention over whole sequences: q (*, H, D), k and v (*, G, D) -> (*, H, D); (N,) is one."""
+def causal_attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                     window: int | None = None) -> torch.Tensor:
+    """Dense causal attention over whole sequences: q (*, H, D), k and v (*, G, D) -> (*, H, D); (N,) is one. With a
+    window a token sees so many keys, its own and those just before it."""
     q, k, v = (x.transpose(-3, -2) for x in (q, k, v))  # (.., H, T, D), (.., G, T, D)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(-3, -2)
+    T, mask = q.shape[-2], None
+    if window is not None and window < T:
+        mask = torch.ones(T, T, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+    return out.transpose(-3, -2)
 
 
 class Attention(nn.Module):
@@ -413,9 +421,9 @@ class Llama(nn.Module):
         Raises ValueError if whole sequences (no attend) are longer than max_seq_len.
         """
         if attend is None:
-            attend = causal_attention
-            if tokens.shape[-1] > self.config.max_seq_len:
-                c = self.config
+            c = self.config
+            attend = partial(causal_attention, window=c.sliding_window)
+            if tokens.shape[-1] > c.max_seq_len:
                 why = " (its sliding window)" if c.sliding_window == c.max_seq_len else ""
                 raise ValueError(f"{tokens.shape[-1]} tokens exceed this model's context of {c.max_seq_len}{why}")
         if positions is None:

@@ -563,3 +563,60 @@ def test_a_conversation_at_a_real_terminal(default_gguf):
     finally:
         process.kill()
         os.close(leader)
+
+
+# ------------------------------------------------------------------ the KV cache's options
+
+
+def dense_greedy(llm, prompt, n):
+    """n greedy tokens by whole passes of the model, without a cache."""
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(n):
+            ids.append(int(llm.model(torch.tensor([ids]))[0, -1].argmax()))
+    return ids[len(prompt):]
+
+
+@pytest.mark.parametrize("changes", [{}, {"model_type": "mistral", "sliding_window": 5}], ids=["full", "window"])
+def test_a_second_prompt_with_the_same_beginning_computes_only_the_rest(tmp_path, changes):
+    """K01, vllm #11186: whole blocks of an earlier prompt are found again, never all of a prompt; the answer is that of
+    dense passes without any cache, with a sliding window too."""
+    llm = generate.load(tiny_folder(tmp_path / "m", eos_token_id=None, **changes), dtype="float64")
+    first = [5 + 7 * i % 200 for i in range(33)]
+    for prompt, cached in ((first, 0), (first, 32), ([*first[:20], 9, 9], 16), (first[:32], 16), ([1, *first], 0)):
+        answer = llm.answer(prompt, max_tokens=6, temperature=0)
+        list(answer)
+        assert answer.cached == cached and answer.ids == dense_greedy(llm, prompt, 6)
+        llm.cache.check()
+
+
+def test_an_int8_or_fp8_cache_is_smaller_and_near(tmp_path):
+    folder = tiny_folder(tmp_path / "m")
+    prompt, found = list(range(5, 45)), {}
+    for kv in ("auto", "int8", "fp8"):
+        llm = generate.load(folder, dtype="float32", kv_dtype=kv)
+        answer = llm.answer(prompt, max_tokens=1, temperature=0, logprobs=270)
+        list(answer)
+        top = dict(answer.logprobs[0]["top"])
+        found[kv] = torch.tensor([top[i] for i in range(270)])
+        assert llm.cache.k[0].element_size() == (4 if kv == "auto" else 1)
+    assert 0 < (found["int8"] - found["auto"]).abs().max() < 0.05
+    assert (found["int8"] - found["auto"]).norm() < (found["fp8"] - found["auto"]).norm() < 1
+
+
+def test_the_pool_is_sized_by_memory(tmp_path):
+    """The context shrinks to what fits, one that is asked for is refused with the remedy, and nothing is preset."""
+    folder = tiny_folder(tmp_path / "m", max_position_embeddings=4096)
+    token = 2 * 2 * 2 * 8 * 4  # K and V, layers, heads, dim, float32
+    five_blocks = 5 * 16 * token / 2**30  # one is for the writes of padded slots
+    llm = generate.load(folder, dtype="float32", kv_memory=five_blocks)
+    assert llm.context == 64 and llm.cache.n_blocks == 4
+    with pytest.raises(ValueError, match=r"holds 64 tokens, fewer than the 65 .*--kv-memory.*--kv-dtype int8"):
+        generate.load(folder, dtype="float32", context=65, kv_memory=five_blocks)
+    with pytest.raises(ValueError, match="but the budget is 2048"):
+        generate.load(folder, dtype="float32", kv_memory=8 * token / 2**30)
+    for wrong in ({"kv_memory": 0}, {"kv_memory": float("nan")}, {"kv_dtype": "int4"}):
+        with pytest.raises(ValueError, match=r"KV cache of|kv_dtype 'int4'"):
+            generate.load(folder, **wrong)
+    roomy = generate.load(folder, dtype="float32")
+    assert roomy.context == 4096 and roomy.cache.n_blocks == 512, "two contexts: one in use, one of earlier prompts"
