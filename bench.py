@@ -2,6 +2,7 @@
 
     python bench.py latency --peer transformers --peer llama.cpp      prefill and decode speed, batch 1
     python bench.py latency --dtype auto --dtype bfloat16             packed weights beside expanded ones
+    python bench.py prefix                                            time to first token behind a cached beginning
     python bench.py perplexity FILE                                   quality: windows of 1,024 tokens of a text
 
 Machines are noisy and differ, so a figure is worth something only beside another one of the same run: the engines
@@ -256,6 +257,38 @@ def _table(what: str, columns: Sequence[str], figures: dict[str, dict[str, float
                                 for i, (cell, w) in enumerate(zip(row, widths))) + " |")
 
 
+# ------------------------------------------------------------------ prefix cache
+
+
+def prefix(args: argparse.Namespace) -> dict:
+    """Time to first token of a prompt whose first `--prompt` tokens an earlier one had too, against the same prompt
+    where nothing is cached; and whether the two answers are the same."""
+    knows, cold = (generate.load(args.model, dtype=args.dtype[0]) for _ in range(2))
+    V, shared, tail = knows.model.config.vocab_size, args.prompt, 20
+    if shared + tail + args.tokens > knows.context:
+        raise ValueError(f"{shared} + {tail} + {args.tokens} tokens exceed the model's context of {knows.context}")
+    seconds, alike = {"cached": [], "cold": []}, 0
+    for round_ in range(args.rounds + 1):  # the first warms up and is not counted; each has a beginning of its own
+        begin = [5 + (i * 7919 + round_ * 104729) % (V - 5) for i in range(shared)]
+        before, prompt = (begin + [5 + (i * 31 + j) % (V - 5) for i in range(tail)] for j in (0, 7))
+        list(knows.answer(before, max_tokens=1))
+        answers = {"cached": knows.answer(prompt, max_tokens=args.tokens, temperature=0),
+                   "cold": cold.answer(prompt, max_tokens=args.tokens, temperature=0)}
+        for name, answer in answers.items():
+            list(answer)
+            if round_:
+                seconds[name].append(answer.ttft_s)
+        alike += bool(round_) and answers["cached"].ids == answers["cold"].ids
+    ttft = {name: statistics.median(s) for name, s in seconds.items()}
+    ratio = statistics.median(a / b for a, b in zip(seconds["cold"], seconds["cached"]))
+    print(f"\n{shared} shared tokens and {tail} of its own, {knows.weights}: first token after "
+          f"{1e3 * ttft['cold']:.0f} ms, with {answers['cached'].cached} tokens cached after "
+          f"{1e3 * ttft['cached']:.0f} ms, {ratio:.1f} times sooner; the same {args.tokens} tokens in {alike} of "
+          f"{args.rounds} rounds (they can differ only where two are a rounding apart)")
+    return {"ttft_s": ttft, "ratio": round(ratio, 2), "equal": alike, "rounds": args.rounds, "shared": shared,
+            "cached": answers["cached"].cached, "model": knows.name, "weights": knows.weights}
+
+
 # ------------------------------------------------------------------ perplexity
 
 
@@ -321,6 +354,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--tokens", type=int, default=32, help="decode steps per round (default: 32)")
     p.add_argument("--rounds", type=int, default=5, help="default: 5")
     p.set_defaults(run=latency)
+    p = commands.add_parser("prefix", parents=[common], help="time to first token behind a cached beginning")
+    p.add_argument("--prompt", type=int, default=1000, help="tokens that two prompts share (default: 1000)")
+    p.add_argument("--tokens", type=int, default=16, help="of each answer (default: 16)")
+    p.add_argument("--rounds", type=int, default=5, help="default: 5")
+    p.set_defaults(run=prefix)
     p = commands.add_parser("perplexity", parents=[common], help="of a text, in non-overlapping windows")
     p.add_argument("file", help="a text file, or `pydoc` for the text of Python's own help topics")
     p.add_argument("--window", type=int, default=1024, help="tokens (default: 1024)")

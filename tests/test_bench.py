@@ -119,6 +119,14 @@ def test_wrong_input_is_one_line_and_exit_code_2(capsys, folder, argv, mentions)
     assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and mentions in err
 
 
+def test_prefix_finds_the_shared_blocks_and_the_same_answer(capsys, folder):
+    code, out, result = run(capsys, "prefix", "--model", folder, "--dtype", "float64", "--prompt", "33", "--tokens",
+                            "3", "--rounds", "2")
+    assert code == 0 and result["cached"] == 32 and result["equal"] == result["rounds"] == 2 and result["ratio"] > 0
+    code, _, err = run(capsys, "prefix", "--model", folder, "--prompt", "60")
+    assert code == 2 and "60 + 20 + 16 tokens exceed the model's context of 64" in err
+
+
 @pytest.mark.slow
 def test_perplexity_of_the_default_model(default_gguf, capsys):
     """12.88 on Python's own help topics, measured with transformers on the dequantized weights; packed weights are
