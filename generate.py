@@ -38,6 +38,7 @@ import torch
 
 import attention
 import checkpoint
+import flash
 import gguf
 import kvcache
 import layouts
@@ -101,9 +102,10 @@ def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", 
         raise ValueError(f"a KV cache of {kv_memory} GiB cannot be; give a number above 0")
     blocks = kvcache.blocks_that_fit(config, kv, int(kv_memory * 2**30))
     context = _context(context, config, blocks * 16, kv_memory)
+    kernel = flash.paged_attention if device.type == "cuda" and flash.triton else attention.paged_attention
     cache = PagedKVCache(config.n_layer, config.n_kv_head, config.head_dim, min(blocks, 2 * -(-context // 16)), 16,
                          max_seq_len=context, dtype=kv, device=device, window=config.sliding_window,
-                         attention=attention.paged_attention)
+                         attention=kernel)
     return LLM(model, source.tokenizer, name, cache, {*ends, *source.tokenizer.eos_ids},
                _sampling_defaults(source.generation), f"{name}: {_about(source, weights, model)}")
 
