@@ -17,6 +17,9 @@ The tokenizer is an argument. These are used of it, and nothing else:
     encode(text, allow_special=True, restore=table)   ids; control tokens are found first, then the text between them
                   is put through table (as by str.translate) and tokenised
 
+Where a template writes no BOS and the tokenizer adds one by default, that is in front here as well; transformers'
+apply_chat_template leaves it out. A BOS that the template writes is not doubled.
+
 References: the documentation of Jinja ("Sandbox") and of transformers ("chat templates"); CVE-2024-34359, on what
 happens without a sandbox. Left out on purpose: escaping for HTML, templates in files, filters that no chat needs.
 """

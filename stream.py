@@ -10,9 +10,10 @@ character once, so that nothing shown is ever taken back:
     for id in answer: print(stream.push(id), end="")
     print(stream.finish())
 
-The text of an answer is decode(prompt + answer) minus decode(prompt). So a character that the prompt began is completed
-here, and the space before the first word is text wherever something stands before it (after a chat prompt, say); only
-at the very beginning of all text is it SentencePiece's dummy prefix, which is not shown.
+The text of an answer is decode(prompt + answer) minus decode(prompt) without its incomplete last character. So a
+character that the prompt began is completed here (if the answer has any bytes at all), and the space before the first
+word is text wherever something stands before it (after a chat prompt, say); only at the very beginning of all text is
+it SentencePiece's dummy prefix, which is not shown.
 
 The tokenizer is an argument. These are used of it, and nothing else:
     token_bytes(id)              the bytes of a token, b"" for an id without any
@@ -57,6 +58,7 @@ class StreamDecoder:
         shown = (data for id in reversed(prompt_ids) if id not in self._skip and (data := self._token_bytes(id)))
         before = b"".join(reversed(list(islice(shown, 4))))  # a character has at most 4 bytes
         self._first = not before  # the next token with bytes begins the text
+        self._answered = False  # a character that the prompt left incomplete is no text of an answer without bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # holds back the bytes of a broken character
         self._utf8.decode(before)
         # Knuth-Morris-Pratt, one automaton per stop string: _matched[i] characters of _stops[i] end the text so far
@@ -73,13 +75,14 @@ class StreamDecoder:
         data = self._token_bytes(id)
         if data and self._first:
             data, self._first = self._token_bytes(id, first=True), False
+        self._answered = self._answered or bool(data)
         return self._release(self._utf8.decode(data))
 
     def finish(self) -> str:
         """The end of the answer: returns what was held back (an incomplete character as U+FFFD)."""
         if self.stopped:
             return ""
-        return self._release(self._utf8.decode(b"", final=True), final=True)
+        return self._release(self._utf8.decode(b"", final=True) if self._answered else "", final=True)
 
     def _release(self, new: str, final: bool = False) -> str:
         """Runs new text through the automata; returns what no stop string can claim any more."""

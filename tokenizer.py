@@ -28,7 +28,7 @@ What a vocabulary is comes as plain data, Tokenizer(**vocabulary); vocab.py read
     tokens     id -> bytes, of all tokens
     added      tokens found in the text before it is cut, dicts: text, id, special (a control token, left out of decoded
                text), lstrip, rstrip (swallows the whitespace there), normalized, match (the text as it is found)
-    first      what the first token of a text is shown without: "" nothing, "space" one in front, "spaces" all
+    first      what the first token of a text is shown without: "" nothing, "space" one in front, "spaces" every "▁"
     bos_id, eos_ids, add_bos, add_eos    id or None; the end tokens that the files name; what `encode` adds by default
     chat_template, names                 Jinja source or None; the texts of bos_token, eos_token, .. for it
 
@@ -358,6 +358,9 @@ class Tokenizer:
         self.special = {token.text: token.id for token in added}
         self.special_ids = frozenset(token.id for token in added if token.special)
         self._tokens, self._first = tokens, FIRST[first]
+        # what "spaces" drops are "▁"; real spaces stay
+        self._shown = {id: text.replace("▁", "").encode() for text, id in (*vocab.items(), *self.special.items())
+                       if first == "spaces" and isinstance(text, str) and " " in text}
         self.bos_id, self.eos_ids = bos_id, list(dict.fromkeys(eos_ids))
         self.add_bos, self.add_eos = add_bos and bos_id is not None, add_eos and bool(self.eos_ids)
         self.vocab_size = max(self._tokens, default=-1) + 1
@@ -412,13 +415,14 @@ class Tokenizer:
         """The bytes of one token; b"" for an id that has none (a hole, or a padded row of the model's vocabulary).
         first: as the first token of a text, where SentencePiece's dummy prefix is not shown."""
         data = self._tokens.get(id, b"")
-        return self._first(data) if first else data
+        return self._shown.get(id) or self._first(data) if first else data
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Text of ids, from its beginning. Control tokens are left out unless skip_special=False; ids that name no
         token give nothing; bytes that are not UTF-8 give U+FFFD (one for what begins a character, as Python counts)."""
-        kept = [data for i in ids if not (skip_special and i in self.special_ids) and (data := self.token_bytes(i))]
-        return b"".join([self._first(data) for data in kept[:1]] + kept[1:]).decode("utf-8", "replace")
+        kept = [i for i in ids if not (skip_special and i in self.special_ids) and self._tokens.get(i)]
+        first = [self.token_bytes(i, first=True) for i in kept[:1]]
+        return b"".join([*first, *map(self.token_bytes, kept[1:])]).decode("utf-8", "replace")
 
 
 def _finder(tokens: dict[str, Added]) -> tuple[dict[str, Added], re.Pattern]:
@@ -436,10 +440,12 @@ def _cut_out(text: str, tokens: dict[str, Added], finder: re.Pattern, control: b
             start = last + len(text[last:start].rstrip(WHITESPACE))
         if token.rstrip:
             end = len(text) - len(text[end:].lstrip(WHITESPACE))
+        if start >= end:  # its place is taken (the library fails)
+            continue
         if start > last:
             yield text[last:start], None
         yield "", token.id
-        last = max(last, end)
+        last = end  # of whitespace that was swallowed but is a token too, what follows that token comes again
     if last < len(text):
         yield text[last:], None
 

@@ -29,9 +29,15 @@ They return the same keys, all of them, which tokenizer.py takes as Tokenizer(**
     tokens     id -> bytes, of all tokens
     added      tokens found in the text before it is cut, dicts: text, id, special (a control token, left out of decoded
                text), lstrip, rstrip (swallows the whitespace there), normalized, match (the text as it is found)
-    first      what the first token of a text is shown without: "" nothing, "space" one in front, "spaces" all
+    first      what the first token of a text is shown without: "" nothing, "space" one in front, "spaces" every "▁"
     bos_id, eos_ids, add_bos, add_eos    id or None; the end tokens that the files name; what `encode` adds by default
     chat_template, names                 Jinja source or None; the texts of bos_token, eos_token, .. for it
+
+Where files differ: flags of tokenizer_config.json win, and tokens that it names (eos_token and the like) are control
+tokens, if they have an id; transformers 5 makes up ids for the others. With a tokenizer.json, that alone says whether
+BOS and EOS are added, as in transformers 5 (add_bos_token and add_eos_token count for a tokenizer.model), and where a
+SentencePiece text gets its space; there the Llama class of transformers 5 goes by `legacy` and `add_prefix_space`. With
+bytes, add_prefix_space counts for the classes GPT2.. and Qwen2.., as it does there.
 
 Files are not trusted: what is damaged, too large or not handled is refused by name, with a ValueError, and never read
 wrongly. (The regexes of `cuts` are passed on as they are; tokenizer.py checks them.)
@@ -48,13 +54,16 @@ import math
 import re
 import struct
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-MAX_FILE = 1 << 27  # bytes; the largest tokenizer.json in use has about 35 MB
+# Bytes of a tokenizer.json (the largest in use has 35 MB), of its small companions, of a tokenizer.model. What JSON
+# makes of a hostile file, {"":0},{"":0},.., can take 30 times as much memory.
+MAX_JSON, MAX_CONFIG, MAX_FILE = 48 << 20, 4 << 20, 16 << 20
 MAX_PIECES, MAX_PIECE = 1 << 19, 1000  # SentencePiece's entries, and characters of one; 256,000 and 64 are in use
 
 # Where the families cut: they differ in contractions, in digits, and in what may stick to a word or to punctuation
@@ -70,16 +79,17 @@ def read_folder(path: str | Path) -> dict[str, Any]:
     """The vocabulary of a model folder; tokenizer.json counts where there are several files, tokenizer.model may be in
     original/. Raises FileNotFoundError if there is neither, ValueError for what is damaged or not handled."""
     folder = Path(path)
-    config = {**_json_file(folder / "special_tokens_map.json"), **_json_file(folder / "tokenizer_config.json")}
+    small = [_json_file(folder / name, MAX_CONFIG) for name in ("special_tokens_map.json", "tokenizer_config.json")]
+    config = {**_said(small[0]), **_said(small[1])}
     jinja = folder / "chat_template.jinja"
     if jinja.is_file():
-        config["chat_template"] = _file_bytes(jinja).decode("utf-8", "replace")
-    if (folder / "tokenizer.json").is_file():
-        return read_json(_json_file(folder / "tokenizer.json"), config, source=str(folder / "tokenizer.json"))
+        config["chat_template"] = _file_bytes(jinja, MAX_CONFIG).decode("utf-8", "replace")
+    if (file := folder / "tokenizer.json").is_file():
+        return read_json(_json_file(file, MAX_JSON), config, source=str(file))
     for file in (folder / "tokenizer.model", folder / "original" / "tokenizer.model"):
         if file.is_file():
             with _reading(str(file)):
-                data = _file_bytes(file)
+                data = _file_bytes(file, MAX_FILE)
                 return (_from_protobuf if data[:1] == b"\n" else _from_tiktoken)(data, config)
     raise FileNotFoundError(f"{folder} has neither tokenizer.json nor tokenizer.model, so there is no tokenizer")
 
@@ -87,7 +97,7 @@ def read_folder(path: str | Path) -> dict[str, Any]:
 def read_json(data: dict, config: dict | None = None, *, source: str = "tokenizer.json") -> dict[str, Any]:
     """The vocabulary of a parsed tokenizer.json and, optionally, tokenizer_config.json (BOS, EOS, chat template)."""
     with _reading(source):
-        return _from_tokenizers(data, config or {})
+        return _from_tokenizers(data, _said(config or {}))
 
 
 def read_gguf(metadata: dict) -> dict[str, Any]:
@@ -98,18 +108,23 @@ def read_gguf(metadata: dict) -> dict[str, Any]:
 
 # ------------------------------------------------------------------ what they share
 
-def _file_bytes(path: Path) -> bytes:
-    if (size := path.stat().st_size) > MAX_FILE:
-        raise ValueError(f"{path} has {size} bytes; more than {MAX_FILE} is no tokenizer file")
+def _file_bytes(path: Path, most: int) -> bytes:
+    if (size := path.stat().st_size) > most:
+        raise ValueError(f"{path} has {size} bytes, but at most {most} are read")
     return path.read_bytes()
 
 
-def _json_file(path: Path) -> dict:
+def _said(config: dict) -> dict:
+    """The settings of a configuration without those that are null, which means the same as not to be there."""
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def _json_file(path: Path, most: int) -> dict:
     """The object in a JSON file; empty if there is no such file."""
     if not path.is_file():
         return {}
     try:
-        data = json.loads(_file_bytes(path))
+        data = json.loads(_file_bytes(path, most))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {_printable(error)}") from None
     if not isinstance(data, dict):
@@ -247,15 +262,14 @@ def _from_tokenizers(data: dict, config: dict) -> dict[str, Any]:
     if model.get("byte_fallback") or {"Metaspace", "Prepend", "Replace"} & {part["type"] for part in before + steps}:
         body, shown = _json_pieces(model, steps, before, after)
     else:
-        body, shown = _json_bytes(model, steps, before), _utf8
+        body, shown = _json_bytes(model, steps, _prefixed(before, config)), _utf8
     added = _added_tokens(data, config, vocab, body["normalize"])
     ids = {**vocab, **{token["text"]: token["id"] for token in added}}
     if len(set(ids.values())) != len(ids):
         raise ValueError("an added token has the id of another token")
     named, (bos, eos) = _named(config, ids), _template(data.get("post_processor"))
-    for key, end in (("bos", bos), ("eos", eos)):  # tokenizer_config.json decides, as in transformers
-        said = config.get(f"add_{key}_token")
-        named[f"add_{key}"] = said if isinstance(said, bool) else end is not None
+    # As in transformers 5, which drops add_bos_token and add_eos_token where there is a tokenizer.json
+    named["add_bos"], named["add_eos"] = bos is not None, eos is not None
     named["bos_id"] = named["bos_id"] if bos is None else ids[bos]
     named["eos_ids"] = ([] if eos is None else [ids[eos]]) + named["eos_ids"]
     return _complete({**body, **named, "added": added}, shown)
@@ -340,6 +354,14 @@ def _pre_tokenizer(parts: list[dict]) -> tuple[list[str], bool]:
     return [*cuts, GPT2] if last.get("use_regex", True) else cuts, space
 
 
+def _prefixed(before: list[dict], config: dict) -> list[dict]:
+    """A byte-level pre-tokenizer with the add_prefix_space of tokenizer_config.json, where its class heeds that."""
+    said = config.get("add_prefix_space")
+    if not isinstance(said, bool) or not str(config.get("tokenizer_class")).startswith(("GPT2", "Qwen2")):
+        return before
+    return [{**part, "add_prefix_space": said} if part["type"] == "ByteLevel" else part for part in before]
+
+
 def _template(node: dict | None) -> tuple[str | None, str | None]:
     """(the token that a post-processor puts in front of a text, the one that it puts behind)"""
     bos = eos = None
@@ -357,37 +379,56 @@ def _template(node: dict | None) -> tuple[str | None, str | None]:
     return bos, eos
 
 
+# By these keys tokenizer_config.json names control tokens; a list makes one of what is no added token yet
+NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+EXTRA = ("additional_special_tokens", "extra_special_tokens")
+
+
+def _name(token: Any) -> str | None:
+    """The text of a token that tokenizer_config.json names: as such, or as the content of an object."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
 def _added_tokens(data: dict, config: dict, vocab: dict[str, int], normalize: dict | None = None) -> list[dict]:
-    """The added tokens of tokenizer.json, and those that only tokenizer_config.json has."""
+    """The added tokens of tokenizer.json and tokenizer_config.json, whose flags win, and the tokens of the vocabulary
+    that tokenizer_config.json names as BOS, EOS and the like: they are control tokens. Names without an id are left
+    out (transformers gives them ids that the model does not know)."""
     def normalized(text: str) -> str:  # as the library looks for it: with a dummy prefix of its own
         text = unicodedata.normalize("NFC", text) if normalize.get("nfc") else text
         text = text.replace(" ", normalize.get("space", " "))
         return "▁" + text if text and normalize.get("prefix") == "each" else text
 
-    more = [{**entry, "id": int(id)} for id, entry in (config.get("added_tokens_decoder") or {}).items()]
-    added: dict[str, dict] = {}
-    for entry in [*(data.get("added_tokens") or []), *more]:
-        text, id = entry["content"], entry["id"]
-        if text in added:
-            continue
-        if vocab.get(text, id) != id:
+    entries: dict[str, dict] = {}
+    for entry in data.get("added_tokens") or []:
+        entries.setdefault(entry["content"], entry)
+    for id, entry in config.get("added_tokens_decoder", {}).items():
+        text, id = entry["content"], int(id)
+        if (other := entries.get(text, {}).get("id", id)) != id:
+            raise ValueError(f"the added token {text!r} has id {id} in tokenizer_config.json, and {other} elsewhere")
+        entries[text] = {**entry, "id": id}
+    for key in (*NAMES, *EXTRA):
+        for name in named if isinstance(named := config.get(key), list) else [named]:
+            text = _name(name)
+            if text in entries and key in NAMES:
+                entries[text] = {"normalized": not entries[text].get("special"), **entries[text], "special": True}
+            elif text in vocab and text not in entries:
+                entries[text] = {**(name if isinstance(name, dict) else {}), "id": vocab[text], "special": True}
+    added = []
+    for text, entry in entries.items():
+        if vocab.get(text, id := entry["id"]) != id:
             raise ValueError(f"the added token {text!r} has id {id}, and {vocab[text]} in the vocabulary")
         if entry.get("single_word"):
             raise ValueError(f"the added token {text!r} has single_word set, which is not handled")
         flags = {key: bool(entry.get(key)) for key in ("special", "lstrip", "rstrip")}
         late = normalize is not None and bool(entry.get("normalized", not flags["special"]))
-        added[text] = {"text": text, "id": id, "match": normalized(text) if late else text, "normalized": late, **flags}
-    return list(added.values())
+        added.append({"text": text, "id": id, "match": normalized(text) if late else text, "normalized": late, **flags})
+    return added
 
 
 def _named(config: dict, special: dict[str, int]) -> dict[str, Any]:
-    """The keys that tokenizer_config.json gives. There a token is a text, or an object with one as its content; of
-    several chat templates the one named "default" counts."""
-    names = {}
-    for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
-        name = config.get(key)
-        if isinstance(name := name.get("content") if isinstance(name, dict) else name, str):
-            names[key] = name
+    """The keys that tokenizer_config.json gives; of several chat templates the one named "default" counts."""
+    names = {key: name for key in NAMES if (name := _name(config.get(key))) is not None}
     template, eos = config.get("chat_template"), names.get("eos_token")
     if isinstance(template, list):
         template = next((item["template"] for item in template if item["name"] == "default"), None)
@@ -420,36 +461,40 @@ def _from_tiktoken(data: bytes, config: dict) -> dict[str, Any]:
                       "add_bos": True, **named}, _utf8)
 
 
-_VARINT = re.compile(rb"[\x80-\xff]{0,9}[\x00-\x7f]")
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """(the number that begins there, where it ends)"""
+    number = shift = 0
+    for byte in data[at:at + 10]:
+        number, shift = number | (byte & 127) << shift, shift + 7
+        if byte < 128:
+            return number, at + shift // 7
+    raise ValueError("a number in a protobuf message does not end")
 
 
-def _message(data: bytes) -> dict[int, list[int | bytes]]:
-    r"""The fields of a protobuf message, number -> values in order: integers, and bytes for all the rest.
+def _message(data: bytes, budget: Iterator) -> dict[int, list[int | bytes]]:
+    r"""The fields of a protobuf message, number -> values in order: integers, and bytes for all the rest. Each takes
+    one item of the budget.
 
-    >>> _message(b"\x08\x96\x01" b"\x12\x02hi")
+    >>> _message(b"\x08\x96\x01" b"\x12\x02hi", iter(range(9)))
     {1: [150], 2: [b'hi']}
     """
     fields: dict[int, list[int | bytes]] = {}
-    at = 0
-
-    def take(size: int) -> bytes:
-        nonlocal at
-        at += size
-        if at > len(data):
-            raise ValueError(f"a protobuf field of {size} bytes reaches beyond the end of its message")
-        return data[at - size:at]
-
-    def varint() -> int:
-        if not (found := _VARINT.match(data, at)):
-            raise ValueError("a number in a protobuf message does not end")
-        return sum((byte & 127) << 7 * k for k, byte in enumerate(take(len(found[0]))))
-
+    at = count = 0
     while at < len(data):
-        number, wire = divmod(varint(), 8)
+        tag, at = _varint(data, at)
+        number, wire = tag >> 3, tag & 7
         if wire not in (0, 1, 2, 5):
             raise ValueError(f"a protobuf message has a field of the unknown kind {wire}")
-        value = varint() if wire == 0 else take({1: 8, 5: 4}.get(wire) or varint())
+        value, end = _varint(data, at) if wire in (0, 2) else ((8 if wire == 1 else 4), at)
+        if wire:
+            at, end = end, end + value
+            if end > len(data):
+                raise ValueError(f"a protobuf field of {value} bytes reaches beyond the end of its message")
+            value = data[at:end]
+        at, count = end, count + 1
         fields.setdefault(number, []).append(value)
+        if count > MAX_PIECES + 64 or len(fields) > 64 or next(budget, None) is None:
+            raise ValueError(f"a SentencePiece model has up to {MAX_PIECES} pieces and not so many fields")
     return fields
 
 
@@ -458,20 +503,20 @@ def _from_protobuf(data: bytes, config: dict) -> dict[str, Any]:
     def last(message: dict, key: int, default: Any = None) -> Any:
         return message.get(key, [default])[-1]
 
-    if len(data) > MAX_FILE >> 3:
-        raise ValueError(f"{len(data)} bytes are no SentencePiece model; up to {MAX_FILE >> 3} are read")
-    model = _message(data)
-    trainer, normalizer, denormalizer = (_message(b"".join(model.get(key, ()))) for key in (2, 3, 5))
+    if len(data) > MAX_FILE:
+        raise ValueError(f"{len(data)} bytes are no SentencePiece model; up to {MAX_FILE} are read")
+    budget = iter(range(4 * MAX_PIECES))  # fields in all; a piece has three, and is one of the model's
+    model = _message(data, budget)
+    trainer, normalizer, denormalizer = (_message(b"".join(model.get(key, ())), budget) for key in (2, 3, 5))
     if (kind := last(trainer, 3, 1)) != 2:
         kind = {1: "Unigram", 3: "word", 4: "char"}.get(kind, kind)
         raise ValueError(f"the SentencePiece model is of type {kind}, not BPE, the only one that is read")
     for refused, name in ((last(normalizer, 2) or last(denormalizer, 2), "a precompiled_charsmap"),
                           (not last(normalizer, 5, 1), "escape_whitespaces=false"),
-                          (last(trainer, 24), "treat_whitespace_as_suffix"),
-                          (len(model.get(1, ())) > MAX_PIECES, f"more than {MAX_PIECES} pieces")):
+                          (last(trainer, 24), "treat_whitespace_as_suffix")):
         if refused:
             raise ValueError(f"the SentencePiece model has {name}, which is not handled")
-    pieces = [_message(piece) for piece in model.get(1, ())]
+    pieces = [_message(piece, budget) for piece in model.get(1, ())]
     ids = {last(piece, 1, b"").decode(): id for id, piece in enumerate(pieces)}
     kinds = [last(piece, 3, 1) for piece in pieces]
     if len(ids) != len(pieces) or (6 in kinds) != bool(last(trainer, 35)):
@@ -483,12 +528,16 @@ def _from_protobuf(data: bytes, config: dict) -> dict[str, Any]:
         **ends, "model": "llama", "tokens": list(ids), "token_type": kinds,
         "scores": [struct.unpack("<f", last(piece, 2, bytes(4)))[0] for piece in pieces],
         "add_space_prefix": last(normalizer, 3, 1), "remove_extra_whitespaces": last(normalizer, 4, 1),
-        "add_bos_token": config.get("add_bos_token", True), "add_eos_token": config.get("add_eos_token")}.items()})
-    more = [token for token in _added_tokens({}, config, ids) if token["text"] not in ids]
+        "add_bos_token": config.get("add_bos_token"), "add_eos_token": config.get("add_eos_token")}.items()})
+    added, more = {token["id"]: token for token in body["added"]}, _added_tokens({}, config, ids)
+    for token in more:
+        own = {"special": True, **added[token["id"]]} if token["text"] in ids and token["id"] in added else {}
+        added[token["id"]] = {**token, **own, "lstrip": token["lstrip"], "rstrip": token["rstrip"],
+                              "special": token["special"] or own.get("special", False)}
     named = _named({**body["names"], **config}, {**ids, **{token["text"]: token["id"] for token in more}})
     if config.get("legacy") is False and last(normalizer, 3, 1):  # as transformers reads it
         body["normalize"]["prefix"] = "once"
-    return _complete({**body, **named, "added": [*body["added"], *more]}, partial(piece_bytes, fallback=False))
+    return _complete({**body, **named, "added": added.values()}, partial(piece_bytes, fallback=False))
 
 
 # ------------------------------------------------------------------ GGUF
@@ -513,23 +562,27 @@ def _from_gguf(metadata: dict) -> dict[str, Any]:
         raise ValueError(f"the tokenizer model {model!r} is not read, only BPE: 'gpt2' and SentencePiece's 'llama'")
     if not texts or set(map(type, texts)) != {str}:
         raise ValueError("tokenizer.ggml.tokens (texts) is needed")
-    defaults = {"bos": 1, "eos": 2, "unknown": 0} if model == "llama" else {}
     named = {name: id for name in ("bos", "eos", "eot", "eom", "padding", "unknown")
-             if (id := get(f"{name}_token_id", defaults.get(name))) is not None}
-    ends = [named[name] for name in ("eos", "eot", "eom") if name in named]
-    kinds = get("token_type") or [3 if i in (*ends, named.get("bos")) else 1 for i in range(len(texts))]
+             if (id := get(f"{name}_token_id")) is not None}
+    for name, id in named.items():
+        if type(id) is not int or not 0 <= id < len(texts):
+            raise ValueError(f"tokenizer.ggml.{name}_token_id is {id!r}, not an id of the {len(texts)} tokens")
+    kinds = get("token_type") or [3 if i in named.values() and i != named.get("padding") else 1
+                                  for i in range(len(texts))]
     if len(kinds) != len(texts):
         raise ValueError(f"tokenizer.ggml.token_type has {len(kinds)} entries for {len(texts)} tokens")
-    for name, id in named.items():
-        if not 0 <= id < len(texts):
-            raise ValueError(f"tokenizer.ggml.{name}_token_id is {id}, but there are {len(texts)} tokens")
+    usual = (("unknown", 0, 2), ("bos", 1, 3), ("eos", 2, 3)) if model == "llama" else ()  # name, id, kind
+    named |= {name: id for name, id, kind in usual if f"tokenizer.ggml.{name}_token_id" not in metadata
+              and id < len(kinds) and kinds[id] == kind}
+    ends = [named[name] for name in ("eos", "eot", "eom") if name in named]
     if model == "llama":
         body, shown = _gguf_pieces(texts, kinds, get), partial(piece_bytes, fallback=False)
     else:
         body, shown = _gguf_bytes(texts, kinds, get("merges"), pre), _utf8
     names = (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding"), ("unk_token", "unknown"))
-    return _complete({**body, "eos_ids": ends, "bos_id": named.get("bos"), "add_eos": bool(get("add_eos_token")),
-                      "add_bos": bool(get("add_bos_token", model == "llama" or pre in GGUF_LIKE_LLAMA3)),
+    add_bos, add_eos = (said if isinstance(said := get(f"add_{name}_token"), bool) else default for name, default in (
+        ("bos", model == "llama" or pre in GGUF_LIKE_LLAMA3), ("eos", False)))
+    return _complete({**body, "eos_ids": ends, "bos_id": named.get("bos"), "add_bos": add_bos, "add_eos": add_eos,
                       "chat_template": metadata.get("tokenizer.chat_template"),
                       "names": {key: texts[named[name]] for key, name in names if name in named}}, shown)
 
@@ -553,8 +606,13 @@ def _gguf_pieces(texts: list[str], kinds: Sequence[int], get: Callable) -> dict[
     scores, n = get("scores"), len(texts)
     if scores is None or get("token_type") is None or get("precompiled_charsmap"):
         raise ValueError("a SentencePiece vocabulary needs scores and token_type, and no precompiled_charsmap")
-    if len(scores) != n or not all(isinstance(score, float) and math.isfinite(score) for score in scores):
-        raise ValueError(f"tokenizer.ggml.scores holds {len(scores)} scores for {n} tokens, or one that is not finite")
+    if len(scores) != n:
+        raise ValueError(f"tokenizer.ggml.scores has {len(scores)} scores for {n} tokens")
+    for text, score in zip(texts, scores):
+        if type(score) is not float or not math.isfinite(score):
+            raise ValueError(f"the score {score!r} of piece {text!r} is not a finite float")
+    if twice := next((text for text, count in Counter(texts).items() if count > 1), None):
+        raise ValueError(f"the piece {twice!r} is there twice, so its id is not clear")
     if n > MAX_PIECES or set(kinds) - set(range(1, 7)) or not all(0 < len(text) <= MAX_PIECE for text in texts):
         raise ValueError(f"up to {MAX_PIECES} pieces of 1 to {MAX_PIECE} characters, with types 1 to 6, are read")
     normal, unknown, control, symbols, unused, spelled = (

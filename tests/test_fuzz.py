@@ -5,10 +5,12 @@
 """
 import atexit
 import base64
+import contextlib
 import ctypes
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import struct
@@ -424,6 +426,22 @@ def faulty(fault):
 
 
 TARGETS |= {name: functools.partial(faulty, fault) for name, (fault, _) in FAULTS.items()}
+BROKEN = {  # name: (target, a function of vocab.py, what stands in for it, a word of the report)
+    "raises-anything": ("tokenizer", "_reading", contextlib.nullcontext, "KeyError|TypeError|AttributeError"),
+    "quotes-strangers": ("tokenizer-folder", "_printable", str, "a message of"),
+}
+
+
+def broken(target, name, stand_in):
+    sound = TARGETS[target]()
+
+    def check(value, stage):
+        with mock.patch.object(vocab, name, stand_in):
+            sound.check(value, stage)
+    return sound._replace(check=check)
+
+
+TARGETS |= {name: functools.partial(broken, *how[:3]) for name, how in BROKEN.items()}
 CAMPAIGNS = {  # inputs, of a slow campaign, and how many of a hundred get how far at the least
     "gguf-header": (7000, 110_000, {"header": 10, "metadata": 8, "layout": 7}),
     "gguf": (1500, 15_000, {"opened": 20, "codes": 100, "config": 20, "tokenizer": 8, "encoded": 20}),
@@ -493,6 +511,15 @@ def test_a_reader_without_a_check_is_found_out(fuzz, name):
     if name != "allocates-objects":  # every 16th input is traced, and a case alone is the first
         assert FAULTS[name][1] in fuzz(name, result["case"]).get("failure", "no failure")
     assert "failure" not in fuzz("gguf-header", result["case"])
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_tokenizer_reader_without_a_check_is_found_out(fuzz, name):
+    target, _, _, word = BROKEN[name]
+    result = fuzz(name, 1, 1000)
+    assert re.search(word, result.get("failure", "no failure")), result
+    assert re.search(word, fuzz(name, result["case"]).get("failure", "no failure"))
+    assert "failure" not in fuzz(target, result["case"])
 
 
 @pytest.mark.parametrize("change, word", [

@@ -147,7 +147,7 @@ def test_bos_and_eos_by_the_post_processor(front, back):
     assert tok.encode("the cat", bos=True) == [1, *tok.encode("the cat", bos=False)]
     assert 2 not in tok.encode("the cat", allow_special=True), "a chat prompt is to be continued"
     other, _ = llama2(template_of(front, back), add_bos_token=not front, add_eos_token=not back)
-    assert (other.add_bos, other.add_eos) == (not front, not back)
+    assert (other.add_bos, other.add_eos) == (bool(front), bool(back)), "such flags are for a tokenizer.model"
 
 
 @pytest.mark.parametrize("template", [5, {"a": "b"}, ["x"], True])
@@ -185,7 +185,7 @@ def test_gguf_metadata():
     ({"merges": None}, "merges"), ({"merges": ["a"]}, "merge"), ({"merges": ["a q"]}, "'aq'"), ({"merges": 5},
                                                                                                 "damaged"),
     ({"token_type": [1]}, "1 entries"), ({"eos_token_id": 999}, "999"), ({"bos_token_id": -1}, "-1"),
-    ({"eos_token_id": "x"}, "damaged"), ({"tokens": [1, 2]}, "tokens"), ({"pre": ["x"]}, "damaged"),
+    ({"eos_token_id": "x"}, "'x', not an id"), ({"tokens": [1, 2]}, "tokens"), ({"pre": ["x"]}, "damaged"),
 ])
 def test_gguf_metadata_that_is_not_handled_is_refused_by_name(changes, word):
     with pytest.raises(ValueError, match=re.escape(word)):
@@ -206,13 +206,13 @@ def test_d05_all_end_tokens_of_the_metadata_are_known():
 
 def test_tk_13_bos_where_the_files_say_so(smol):
     """TK-13 (vllm-project/vllm #27486): one BOS for Llama 3, none for SmolLM2 and Qwen2."""
-    assert bos_tokenizer().add_bos and not bos_tokenizer(add_bos_token=False).add_bos
+    assert bos_tokenizer().add_bos and not toy(config={"bos_token": "<|im_start|>", "add_bos_token": True}).add_bos
     assert not smol.add_bos and smol.bos_id == 1 and smol.encode("hi") == smol.encode("hi", bos=False)
     plain = toy()
     assert plain.bos_id is None and not plain.add_bos
     with pytest.raises(ValueError, match="no BOS"):
         plain.encode("hi", bos=True)
-    assert toy(config={"bos_token": "<|im_start|>", "add_bos_token": True}).encode("a") == [256, 97]
+    assert bos_tokenizer().encode("a") == [256, 97]
 
 
 def sp_metadata(**changes) -> dict:
@@ -226,13 +226,27 @@ def sp_metadata(**changes) -> dict:
     ({"scores": None}, "scores"), ({"token_type": None}, "token_type"), ({"scores": [0.0]}, "1 scores"),
     ({"precompiled_charsmap": [1]}, "precompiled_charsmap"), ({"scores": [None] * 268}, "finite"),
     ({"scores": [float("inf")] * 268}, "finite"), ({"scores": 5}, "damaged"), ({"token_type": [7] * 268}, "types"),
-    ({"tokens": ["a"] * 267 + [""]}, "characters"), ({"bos_token_id": 268}, "268")])
+    ({"scores": [0] * 268}, "score 0 of piece '<unk>'"), ({"scores": [float("nan")] * 268}, "score nan"),
+    ({"tokens": [*map(str, range(267)), ""]}, "characters"), ({"tokens": ["a"] * 268}, "'a' is there twice"),
+    ({"bos_token_id": 268}, "268"), ({"bos_token_id": True}, "True, not an id"), ({"bos_token_id": 1.0}, "1.0, not")])
 def test_sentencepiece_metadata_that_is_not_handled_is_refused_by_name(changes, word):
     tok = from_gguf(sp_metadata())
     assert tok.encode("ab é") == [1, 267, 263, 3 + 0xC3, 3 + 0xA9] and tok.decode(tok.encode("ab é")) == "ab é"
     assert tok.names == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"} and tok.eos_ids == [2]
     with pytest.raises(ValueError, match=re.escape(word)):
         from_gguf(sp_metadata(**changes))
+
+
+def test_the_usual_ids_of_sentencepiece_count_where_their_tokens_are_of_that_kind():
+    assert [from_gguf(sp_metadata()).bos_id, *from_gguf(sp_metadata()).eos_ids] == [1, 2]
+    bare = {"tokens": ["a", "b", "▁", "<x>"], "scores": [-1.0] * 4}
+    for kinds, bos, eos in (([1, 1, 1, 3], None, []), ([2, 3, 1, 3], 1, []), ([1, 1, 3, 3], None, [2])):
+        tok = from_gguf(sp_metadata(**bare, token_type=kinds))
+        assert (tok.bos_id, tok.eos_ids, tok.add_bos) == (bos, eos, bos is not None)
+        assert ("unk_token" in tok.names) == (kinds[0] == 2)
+    assert from_gguf(sp_metadata(tokens=["a"], scores=[0.0], token_type=[1])).bos_id is None
+    for said in ("false", 0, None):
+        assert from_gguf(sp_metadata(add_bos_token=said)).add_bos, "only a bool says anything"
 
 
 def test_user_defined_symbols_in_messages_stay_text():
@@ -353,6 +367,62 @@ def test_a_folder(tmp_path):
     assert tok.eos_ids == [257] and tok.chat_template is None
 
 
+def plain_entry(content, **flags) -> dict:
+    return {"content": content, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False, **flags}
+
+
+@pytest.mark.parametrize("post", [None, template_of("<s>"), template_of("<s>", "</s>")], ids=["", "bos", "bos-eos"])
+@pytest.mark.parametrize("config", [
+    {}, {"bos_token": "<s>", "eos_token": "</s>"}, {"pad_token": "</s>", "unk_token": "<t>", "sep_token": "<s>"},
+    {"additional_special_tokens": ["</s>", "<t>"]}, {"extra_special_tokens": ["ab", "<s>"]}, {"cls_token": "ab"},
+    {"map": {"eos_token": plain_entry("</s>", rstrip=True)}}, {"map": {"bos_token": plain_entry("<s>", lstrip=True)}},
+    {"add_bos_token": True, "add_eos_token": True, "bos_token": "<s>", "eos_token": "</s>"},
+    {"add_bos_token": False, "bos_token": "<s>"}, {"add_bos_token": None, "eos_token": None, "bos_token": "<s>"},
+    {"added_tokens_decoder": {"259": plain_entry("<t>", special=True)}},
+    {"added_tokens_decoder": {"259": plain_entry("<t>", rstrip=True), "260": plain_entry("<new>", lstrip=True)}},
+    {"eos_token": "</s>", "added_tokens_decoder": {"2": plain_entry("</s>", special=False, rstrip=True)}},
+    {"add_prefix_space": True}, *({"add_prefix_space": said, "tokenizer_class": "GPT2Tokenizer", "eos_token": "</s>",
+                                   "bos_token": "<s>", "unk_token": "<s>"} for said in (True, False))], ids=str)
+def test_a_folder_equals_transformers(tmp_path, config, post):
+    """Which tokens are control tokens, flags, BOS and EOS, the space in front, by every word of the small files."""
+    AutoTokenizer = pytest.importorskip("transformers").AutoTokenizer
+    texts = [V.ALPHABET[0], "<s>", "</s>", *V.ALPHABET[1:], "ab"]
+    data = json.loads(library({text: id for id, text in enumerate(texts)}, [("a", "b")]).to_str())
+    data.update(post_processor=post, added_tokens=[{"id": 259, **plain_entry("<t>"), "special": False}])
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": "{% for m in messages %}"
+              "{{ bos_token }}{{ m.content }}{{ eos_token }}<t> {% endfor %}", **config}
+    for name, content in (("tokenizer.json", data), ("special_tokens_map.json", config.pop("map", {})),
+                          ("tokenizer_config.json", config)):
+        (tmp_path / name).write_text(json.dumps(content))
+    tok, theirs = from_folder(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert tok.encode("ab") == theirs("ab")["input_ids"]
+    for text in ("a", " ab", "ab</s>  ab <s>x", "<t> b<t>", "<s>ab", "a  <new>  b", "</s>", "ab <|im_end|>\n\n</s> "):
+        ids = theirs(text, add_special_tokens=False)["input_ids"]
+        assert tok.encode(text, bos=False, allow_special=True) == ids, text
+        for skip in (True, False):
+            assert tok.decode(ids, skip_special=skip) == theirs.decode(ids, skip_special_tokens=skip)
+    messages = [{"role": "user", "content": "ab "}, {"role": "assistant", "content": " b"}]
+    ids = theirs.apply_chat_template(messages, return_dict=False)
+    ours = ChatTemplate(tok.chat_template).encode(messages, tok)
+    assert ours == [1] * (tok.add_bos and ids[0] != 1) + ids, "chat.py: a BOS is in front if the tokenizer adds one"
+
+
+def test_flags_of_an_added_token_under_another_id_are_refused(tmp_path):
+    folder(tmp_path, {"added_tokens_decoder": {"400": {"content": "<|e|>"}}})
+    with pytest.raises(ValueError, match=r"'<\|e\|>' has id 400 .* 257"):
+        from_folder(tmp_path)
+
+
+def test_a_symbol_or_piece_of_a_tokenizer_model_that_is_named_as_eos_is_a_control_token(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(model_of())
+    for name, whole in (("<sep>", "a<sep>"), ("ab", "a ab")):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": name, "add_bos_token": None}))
+        tok = from_folder(tmp_path)
+        assert tok.eos_ids == [tok.special[name]] and tok.special[name] in tok.special_ids and tok.add_bos
+        assert tok.encode(whole, allow_special=True)[-1:] == tok.eos_ids and tok.decode(tok.eos_ids) == ""
+    assert tok.special_ids == {0, 1, 2, tok.special["ab"]}
+
+
 def test_a_folder_without_a_tokenizer(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"neither tokenizer\.json nor tokenizer\.model"):
         from_folder(tmp_path)
@@ -368,8 +438,11 @@ def test_a_file_that_is_no_json_object_is_one_clear_error(tmp_path, text):
 
 def test_a_huge_file_is_not_read(tmp_path):
     with open(tmp_path / "tokenizer.json", "wb") as file:
-        file.truncate(V.MAX_FILE + 1)
-    with pytest.raises(ValueError, match="bytes"):
+        file.truncate(V.MAX_JSON + 1)
+    with pytest.raises(ValueError, match="at most"):
+        from_folder(tmp_path)
+    folder(tmp_path, {"pad": "x" * V.MAX_CONFIG})
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json .* at most"):
         from_folder(tmp_path)
 
 
@@ -548,6 +621,27 @@ def test_hostile_sentencepiece_models_end_in_a_value_error_without_much_memory(d
         V._from_protobuf(data, {})
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
+
+
+@pytest.mark.parametrize("data", [b"\x50\1" * 8_000_000, b"\n\0" * 8_000_000, field(2, b"\x18\1" * 8_000_000)[:1 << 24],
+                                  field(2, b"\x18\1" * 7_000_000), b"".join(field(i, 1) for i in range(1, 99))],
+                         ids=lambda data: str(data[:2]) + str(len(data)))
+def test_too_many_fields_end_a_sentencepiece_model_early(data, monkeypatch):
+    """16 MB of tiny fields, or a field of each number: one sentence, before much has been collected."""
+    monkeypatch.setattr(V, "MAX_PIECES", 1 << 14)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"not so many fields|beyond the end"):
+        V._from_protobuf(data, {})
+    assert tracemalloc.get_traced_memory()[1] < (1 << 21) + 2 * len(data)
+    tracemalloc.stop()
+
+
+def test_the_fields_of_all_messages_count():
+    budget = iter(range(5))
+    with pytest.raises(ValueError, match="not so many fields"):
+        for _ in range(3):
+            V._message(b"\x08\1" * 2, budget)
+    assert next(budget, None) is None
 
 
 def test_damaged_sentencepiece_json_and_metadata_end_in_a_value_error_only():
