@@ -28,7 +28,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -288,7 +288,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return F.linear(x, weight, bias)
 
 
-@cache
+@torch.compiler.assume_constant_result  # a compiler is not to look inside
 def _has_amx() -> bool:
     return getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
 

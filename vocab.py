@@ -144,7 +144,7 @@ def _reading(source: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{source}: {_printable(error)}") from error
-    except (TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError) as error:
+    except (TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError, struct.error) as error:
         raise ValueError(f"{source} is damaged: {type(error).__name__}: {_printable(error)}") from error
 
 
