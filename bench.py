@@ -3,6 +3,7 @@
     python bench.py latency --peer transformers --peer llama.cpp      prefill and decode speed, batch 1
     python bench.py latency --dtype auto --dtype bfloat16             packed weights beside expanded ones
     python bench.py prefix                                            time to first token behind a cached beginning
+    python bench.py attention                                         paged attention beside torch's own, dense
     python bench.py perplexity FILE                                   quality: windows of 1,024 tokens of a text
 
 Machines are noisy and differ, so a figure is worth something only beside another one of the same run: the engines
@@ -24,11 +25,15 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
+import attention
 import checkpoint
+import flash
 import generate
+import kvcache
 import packed
 from model import linear
 
@@ -257,6 +262,67 @@ def _table(what: str, columns: Sequence[str], figures: dict[str, dict[str, float
                                 for i, (cell, w) in enumerate(zip(row, widths))) + " |")
 
 
+# ------------------------------------------------------------------ attention
+
+
+def attention_speed(args: argparse.Namespace) -> dict:
+    """One layer's attention through a block table (flash.py on a GPU, attention.py on a CPU) beside torch's own on
+    contiguous K/V of one sequence: decode steps behind each context, and prompts. Results are compared first."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kernel = flash.paged_attention if device.type == "cuda" else attention.paged_attention
+    H, G, D, dtype, size = args.heads, args.kv_heads, args.head_dim, torch.bfloat16, 16
+    rows, found = [(1, S) for S in args.contexts] + [(n, n) for n in args.prompts], {}
+    for n, S in rows:
+        cache = kvcache.PagedKVCache(1, G, D, -(-S // size), size, dtype=dtype, device=device, attention=kernel)
+        cache.add("a")
+        if n < S:
+            step = cache.extend({"a": [1] * (S - n)})
+            step.attend(0, *(torch.randn(S - n, heads, D, dtype=dtype, device=device) for heads in (H, G, G)))
+            cache.commit(step)
+        step = cache.extend({"a": [1] * n})
+        q = torch.randn(n, H, D, dtype=dtype, device=device)
+        out = step.attend(0, q, *(torch.randn(n, G, D, dtype=dtype, device=device) for _ in range(2)))
+        k, v = (x[0][: -(-S // size)].flatten(0, 1)[:S].transpose(0, 1)[None].contiguous() for x in (cache.k, cache.v))
+        dense = q.transpose(0, 1)[None]  # (1, H, n, D)
+        call = partial(torch.nn.functional.scaled_dot_product_attention, dense, k, v, is_causal=n > 1, enable_gqa=True)
+        error = (out.float() - call()[0].transpose(0, 1).float()).abs().max().item()
+        if error > 0.05:
+            raise ValueError(f"{n} rows behind {S} keys: paged and dense attention differ by {error:.3f}")
+        paged = partial(kernel, q, cache.k[0], cache.v[0], step.block_table, step.kv_len, step.q_start, D**-0.5,
+                        max_q=n)
+        ours, theirs = _times_us(paged, call, device)
+        moved, flops = 4 * S * G * D, 4 * H * D * (n * S - n * (n - 1) / 2)  # bytes of K and V; without the masked half
+        found[f"{n} rows, {S} keys"] = {"paged us": round(ours, 1), "dense us": round(theirs, 1),
+                                        "GB/s": round(moved / ours / 1e3, 2), "TFLOP/s": round(flops / ours / 1e6, 4)}
+    print(f"\none layer, {H} query and {G} key/value heads of {D}, bfloat16, {device}; medians\n")
+    _table("", ["paged us", "dense us", "GB/s", "TFLOP/s"], found, ".3g")
+    if device.type == "cpu":
+        print("\nno GPU here: flash.py was not timed")
+    return {"us": found, "heads": [H, G, D], "device": str(device)}
+
+
+def _times_us(*calls_and_device) -> list[float]:
+    """Medians in microseconds of calls that take turns, by the device's own clock."""
+    *calls, device = calls_and_device
+    times = [[] for _ in calls]
+    for round_ in range(31):
+        for call, seconds in zip(calls, times):
+            if device.type == "cuda":
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                call()
+                end.record()
+                torch.cuda.synchronize()
+                took = start.elapsed_time(end) / 1e3
+            else:
+                begin = time.perf_counter()
+                call()
+                took = time.perf_counter() - begin
+            if round_:
+                seconds.append(took)
+    return [1e6 * statistics.median(seconds) for seconds in times]
+
+
 # ------------------------------------------------------------------ prefix cache
 
 
@@ -354,6 +420,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--tokens", type=int, default=32, help="decode steps per round (default: 32)")
     p.add_argument("--rounds", type=int, default=5, help="default: 5")
     p.set_defaults(run=latency)
+    p = commands.add_parser("attention", help="paged attention beside torch's own, one layer")
+    p.add_argument("--heads", type=int, default=9, help="query heads (default: 9, as the default model)")
+    p.add_argument("--kv-heads", type=int, default=3, help="default: 3")
+    p.add_argument("--head-dim", type=int, default=64, help="default: 64")
+    p.add_argument("--contexts", type=int, nargs="+", default=[16, 512, 4096], help="default: 16 512 4096")
+    p.add_argument("--prompts", type=int, nargs="+", default=[512], help="computed whole (default: 512)")
+    p.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s")
+    p.set_defaults(run=attention_speed, dtype=None)
     p = commands.add_parser("prefix", parents=[common], help="time to first token behind a cached beginning")
     p.add_argument("--prompt", type=int, default=1000, help="tokens that two prompts share (default: 1000)")
     p.add_argument("--tokens", type=int, default=16, help="of each answer (default: 16)")

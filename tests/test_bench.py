@@ -127,6 +127,21 @@ def test_prefix_finds_the_shared_blocks_and_the_same_answer(capsys, folder):
     assert code == 2 and "60 + 20 + 16 tokens exceed the model's context of 64" in err
 
 
+def test_attention_is_compared_before_it_is_timed(capsys, monkeypatch):
+    sizes = ["attention", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--contexts", "5", "33",
+             "--prompts", "7"]
+    code, out, result = run(capsys, *sizes)
+    assert code == 0 and list(result["us"]) == ["1 rows, 5 keys", "1 rows, 33 keys", "7 rows, 7 keys"]
+    assert all(v > 0 for row in result["us"].values() for v in (row["paged us"], row["dense us"]))
+    if torch.cuda.is_available():
+        return
+    assert "no GPU here: flash.py was not timed" in out
+    right = bench.attention.paged_attention
+    monkeypatch.setattr(bench.attention, "paged_attention", lambda q, *a, **k: right(q, *a, **k).roll(1, 1))
+    code, _, err = run(capsys, *sizes)
+    assert code == 2 and "paged and dense attention differ by" in err
+
+
 @pytest.mark.slow
 def test_perplexity_of_the_default_model(default_gguf, capsys):
     """12.88 on Python's own help topics, measured with transformers on the dequantized weights; packed weights are
