@@ -109,7 +109,7 @@ class Ours:
         for m in self.matrices:
             tied = isinstance(m, torch.nn.Embedding)
             x = torch.ones(1, m.embedding_dim if tied else m.in_features, dtype=self.llm.dtype, device=self.llm.device)
-            linear(x, m.weight) if tied else m(x)
+            linear(x, m.weight, None, self.llm.model.amx) if tied else m(x)
 
 
 class Transformers:

@@ -277,9 +277,9 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 # ------------------------------------------------------------------ the layers
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x (*, K) @ weight (N, K).T + bias (N,) -> (*, N): F.linear, but faster for one row of bfloat16 on some CPUs."""
-    if x.dtype == torch.bfloat16 and x.numel() == weight.shape[1] and x.device.type == "cpu" and _has_amx():
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, amx: bool = False) -> torch.Tensor:
+    """x (*, K) @ weight (N, K).T + bias (N,) -> (*, N): F.linear, but faster for one bfloat16 row on a CPU with AMX."""
+    if amx and x.dtype == torch.bfloat16 and x.numel() == weight.shape[1] and x.device.type == "cpu":
         # Decoding one sequence is matrix times vector. On a CPU with AMX torch's kernel for that reads bfloat16 weights
         # about 1.6 times faster than its matmul, which is made for that unit, to the same bits on what was tried;
         # without AMX it is 1.3 times slower. float32 gains nothing, float16 loses.
@@ -288,14 +288,17 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return F.linear(x, weight, bias)
 
 
-@torch.compiler.assume_constant_result  # a compiler is not to look inside
 def _has_amx() -> bool:
     return getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
 
 
 class Linear(nn.Linear):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.amx = _has_amx()  # asked here, since torch.compile cannot look into the question
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, self.amx)
 
     def reset_parameters(self):  # drawing random numbers on meta would import 900 modules (1.5 s) to draw none
         if not self.weight.is_meta:
@@ -409,7 +412,7 @@ class Llama(nn.Module):
             "norm": RMSNorm(config.hidden_size, config.norm_eps),
         })
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.rotary = Rotary(config)
+        self.rotary, self.amx = Rotary(config), _has_amx()
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None, attend: Callable | None = None,
                 rows: torch.Tensor | None = None) -> torch.Tensor:
@@ -435,7 +438,9 @@ class Llama(nn.Module):
         if rows is not None:
             x = x.flatten(0, -2)[rows]  # (R, C)
         x = self.model["norm"](x)
-        return linear(x, self.model["embed_tokens"].weight) if self.lm_head is None else self.lm_head(x)
+        if self.lm_head is None:
+            return linear(x, self.model["embed_tokens"].weight, None, self.amx)
+        return self.lm_head(x)
 
     @classmethod
     def from_tensors(cls, config: Config, tensors: Mapping[str, torch.Tensor | Mapping],
