@@ -390,6 +390,23 @@ def test_nibbles():
     assert packed.to_nibbles(u).shape == (3, 5, 4)
 
 
+def test_rt_02_a_group_far_from_zero():
+    """RT-02, llm-awq #193: 20 to 27 in 4 bits: with a floating-point minimum the error is half a step of 7 / 15."""
+    w = torch.arange(20.0, 28).repeat(4, 4)
+    again, _ = packed.repack(w, 4)
+    assert (definition(again) - w.double()).abs().max() <= 7 / 30 * (1 + 2**-7)
+
+
+@pytest.mark.parametrize("constant", [0.7, -0.7, 5.0, 500.0, 0.0])
+def test_rt_17_a_constant_group(constant):
+    """RT-17, cs249r_book #1444: four times the same number, or 32 times, is that number, beside other groups too."""
+    for group, w in ((4, torch.full((2, 4), constant)), (32, torch.randn(16, 96))):
+        w[:, :group] = constant
+        for bits in (4, 8):
+            again = definition(packed.repack(w, bits, group)[0])
+            assert torch.equal(again[:, :group].float(), w[:, :group]) and torch.isfinite(again).all()
+
+
 def test_repack_is_round_to_nearest():
     """Even steps between a group's least and greatest weight, half a step off at most; the error that is stated is the
     error there is, and falls by 16 from 4 bits to 8."""
