@@ -290,7 +290,7 @@ def attention_speed(args: argparse.Namespace) -> dict:
             raise ValueError(f"{n} rows behind {S} keys: paged and dense attention differ by {error:.3f}")
         paged = partial(kernel, q, cache.k[0], cache.v[0], step.block_table, step.kv_len, step.q_start, D**-0.5,
                         max_q=n)
-        ours, theirs = _times_us(paged, call, device)
+        ours, theirs = _times_us((paged, call), device)
         moved, flops = 4 * S * G * D, 4 * H * D * (n * S - n * (n - 1) / 2)  # bytes of K and V; without the masked half
         found[f"{n} rows, {S} keys"] = {"paged us": round(ours, 1), "dense us": round(theirs, 1),
                                         "GB/s": round(moved / ours / 1e3, 2), "TFLOP/s": round(flops / ours / 1e6, 4)}
@@ -301,9 +301,8 @@ def attention_speed(args: argparse.Namespace) -> dict:
     return {"us": found, "heads": [H, G, D], "device": str(device)}
 
 
-def _times_us(*calls_and_device) -> list[float]:
+def _times_us(calls: Sequence[Callable], device: torch.device) -> list[float]:
     """Medians in microseconds of calls that take turns, by the device's own clock."""
-    *calls, device = calls_and_device
     times = [[] for _ in calls]
     for round_ in range(31):
         for call, seconds in zip(calls, times):

@@ -177,15 +177,15 @@ class Weights(Mapping):
 
 def _about(source: Source, weights: Weights, model: Llama) -> str:
     """One line on what was found and how it runs."""
-    if source.config.get("tie_word_embeddings"):
-        weights.sizes["lm_head.weight"] = 0  # where it is stored all the same, it was looked at and is not used
-    n, size = sum(weights.sizes.values()), source.nbytes
-    share, dtype = sum(weights.sizes[x] for x in weights.packed) / n, str(weights.dtype).removeprefix("torch.")
+    stale = "lm_head.weight" if source.config.get("tie_word_embeddings") else None  # may be stored, and is not used
+    sizes = {name: size for name, size in weights.sizes.items() if name != stale}
+    n, size = sum(sizes.values()), source.nbytes
+    share, dtype = sum(sizes.get(x, 0) for x in weights.packed) / n, str(weights.dtype).removeprefix("torch.")
     runs = "packed" if share > 0.99 else f"{share:.0%} packed, the rest in {dtype}" if share else f"in {dtype}"
     if weights.repack and not weights.errors:
         runs += " (there was nothing to repack)"
     elif weights.repack:
-        runs += (f" ({sum(weights.sizes[x] for x in weights.errors) / n:.0%} repacked to {weights.repack} bits, "
+        runs += (f" ({sum(sizes.get(x, 0) for x in weights.errors) / n:.0%} repacked to {weights.repack} bits, "
                  f"relative error up to {max(weights.errors.values()):.1%})")
     width = f", {' and '.join(map(str, sorted(weights.bits)))} bits" if source.quantized else ""
     memory = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))

@@ -196,8 +196,7 @@ def quant_matmul_reference(x: torch.Tensor, codes: torch.Tensor, scales: torch.T
     >>> quant_matmul_reference(torch.tensor([[1.0, 10.0]]), codes, scales, mins, bits=4, group=2)
     tensor([[95.]])
     """
-    if bits == 4:
-        codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)  # (N, K / 2) -> (N, K)
+    codes = from_nibbles(codes) if bits == 4 else codes  # (N, K)
     weight = codes * scales.float().repeat_interleave(group, dim=1)
     if mins is not None:
         weight = weight + mins.float().repeat_interleave(group, dim=1)
