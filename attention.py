@@ -96,6 +96,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
         raise ValueError(f"window is {window}, but counts the token itself and must be 1 or more")
     caches = (k_cache, v_cache) if k_scale is None else (k_cache, v_cache, k_scale[..., None], v_scale[..., None])
     starts, lengths = q_start.tolist(), kv_len.tolist()
+    assert starts[-1] == len(q), f"q has {len(q)} rows, but q_start ends at {starts[-1]}"
     if len(lengths) == 1 and lengths[0]:  # the usual case of one sequence: nothing to sort, nothing to put together
         out, lse = _attend_one(q, caches, block_table[0], lengths[0], scale, window, return_lse)
         return (out, lse) if return_lse else out
@@ -177,22 +178,24 @@ def _attend_one(q: torch.Tensor, caches: tuple, blocks: torch.Tensor, S: int, sc
 
 def _attend_many(q: torch.Tensor, caches: tuple, block_table: torch.Tensor, kv_len: torch.Tensor, longest: int,
                  scale: float, window: int | None, return_lse: bool) -> tuple:
-    """n new tokens each of B sequences, q (B, n, H, D), padded to `longest` keys -> (B * n, H, D), lse or None.
+    """n new tokens each of B sequences, q (B, n, H, D), of at most `longest` keys -> (B * n, H, D), lse or None.
 
+    Each sequence is padded to W keys, those that a window lets be seen.
     subtle: a key that pads is a copy of its sequence's first key, which is masked. Were it read from where the padding
     points to, it could be NaN, and 0 * NaN is NaN.
     """
     (B, n, H, D), (_, block_size, G, _) = q.shape, caches[0].shape
-    group, t = H // G, torch.arange(-(-longest // block_size) * block_size, device=q.device)
+    group, window = H // G, longest if window is None else window
+    width = min(longest, window + n - 1)
+    t = (kv_len - width).clamp(min=0)[:, None] + torch.arange(width, device=q.device)  # (B, W), which keys
     at = kv_len[:, None] - n + torch.arange(n, device=q.device)  # (B, n), where the new tokens stand
-    age = at[..., None] - t  # (B, n, S), how far back a key lies
-    mask = age >= 0 if window is None else (age >= 0) & (age < window)
-    slots = block_table[:, : len(t) // block_size, None] * block_size + t[:block_size]  # (B, blocks, block_size)
-    slots = slots.flatten(1)
-    slots = torch.where(t < kv_len[:, None], slots, slots[:, :1]).flatten()  # (B * S,)
-    keys = [_pick(cache, slots).unflatten(1, (B, len(t))) for cache in caches]  # (G, B, S, D)
+    age = at[..., None] - t[:, None]  # (B, n, W), how far back a key lies
+    mask = (age >= 0) & (age < window)
+    slots = block_table.gather(1, t // block_size) * block_size + t % block_size  # (B, W)
+    slots = torch.where(t < kv_len[:, None], slots, slots[:, :1]).flatten()  # (B * W,)
+    keys = [_pick(cache, slots).unflatten(1, (B, width)) for cache in caches]  # (G, B, W, D)
     rows = q.view(B, n, G, group, D).permute(2, 0, 3, 1, 4).reshape(G, B, group * n, D)
-    mask = mask.repeat(1, group, 1)[None]  # (1, B, group * n, S)
+    mask = mask.repeat(1, group, 1)[None]  # (1, B, group * n, W)
     out, lse = _attend(rows, *keys, mask=mask, scale=scale, return_lse=return_lse)
     out = out.view(G, B, group, n, D).permute(1, 3, 0, 2, 4).reshape(B * n, H, D)
     return out, None if lse is None else lse.view(G, B, group, n).permute(1, 3, 0, 2).reshape(B * n, H)
@@ -204,13 +207,14 @@ def _read(caches: tuple, blocks: torch.Tensor, first: int, S: int) -> list[torch
     Slots behind S are cut off before anything is computed: masking their scores would not do, 0 * NaN is NaN.
     """
     block_size = caches[0].shape[1]
-    numbers = blocks[: -(-S // block_size)].tolist()
+    skip = first // block_size  # what lies behind a window is not looked at
+    numbers = blocks[skip: -(-S // block_size)].tolist()
     run, views = numbers == list(range(numbers[0], numbers[0] + len(numbers))), []
     for cache in caches:
         block, token, head, dim = cache.stride()
         if run and block == block_size * token:
             # A view, made in one operation instead of four: this runs twice a layer and step.
-            at = cache.storage_offset() + numbers[0] * block + first * token
+            at = cache.storage_offset() + numbers[0] * block + (first - skip * block_size) * token
             views.append(cache.as_strided((1, cache.shape[2], S - first, cache.shape[3]), (0, head, token, dim), at))
     if len(views) == len(caches):
         return views

@@ -14,7 +14,7 @@ draft are the same thing with other counts.
 
     cached = cache.add("a", prompt)                 begins a sequence; so many tokens of its prompt are there already
     step   = cache.extend({"a": prompt[cached:]})   all or nothing: reserves slots, fills this step's index tensors
-    logits = model(step.tokens, step.positions, step.attend, rows=step.last())
+    logits = model(step.tokens, step.positions, step.attend, step.rows)
     cache.commit(step)                              or commit(step, keep={"a": 1}); or, after an error, rollback(step)
 
 **Sharing.** Block tables may hold the same block; a count says how many do.
@@ -62,6 +62,7 @@ import torch
 
 CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 # ------------------------------------------------------------------ attention, plain
 
@@ -119,6 +120,7 @@ class Step:
     seqs: tuple[Hashable, ...]  # the sequences in packed order
     n_new: tuple[int, ...]  # new tokens of each
     max_q: int  # the largest of n_new
+    rows: torch.Tensor  # (R,) int64, the tokens whose logits are wanted: of each sequence the last, or as asked
     attend: Callable  # attend(layer, q, k, v) -> out: writes K/V into their slots, then attends
 
     def last(self, counts: Mapping[Hashable, int] | None = None) -> torch.Tensor:
@@ -184,6 +186,14 @@ def _whole_numbers(seq: Hashable, ids: Sequence[int]) -> tuple[int, ...]:
 # ------------------------------------------------------------------ sizes and codes
 
 
+def _stored_as(dtype: torch.dtype | str) -> torch.dtype:
+    dtype = CODES.get(dtype, dtype)
+    if dtype not in FLOATS and dtype not in LARGEST:
+        raise ValueError(f"dtype of the KV cache is {dtype!r}, but must be torch.float64, float32, float16, bfloat16, "
+                         "or int8 or fp8")
+    return dtype
+
+
 def kv_bytes_per_token(config, dtype: torch.dtype | str) -> int:
     """Bytes of K and V of one token; config has n_layer, n_kv_head and head_dim. Scales are counted.
 
@@ -192,7 +202,7 @@ def kv_bytes_per_token(config, dtype: torch.dtype | str) -> int:
     >>> kv_bytes_per_token(small, torch.bfloat16), kv_bytes_per_token(small, "int8")
     (23040, 12240)
     """
-    dtype = CODES.get(dtype, dtype)
+    dtype = _stored_as(dtype)
     head = config.head_dim * dtype.itemsize + (4 if dtype in LARGEST else 0)
     return 2 * config.n_layer * config.n_kv_head * head
 
@@ -217,7 +227,7 @@ def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
     """
     largest, x = LARGEST[dtype], x.to(torch.promote_types(x.dtype, torch.float32))
     scales = (x.abs().amax(-1) / largest).float()
-    scales.masked_fill_(scales == 0, 1)
+    scales.masked_fill_(scales == 0, 1).masked_fill_(scales == torch.inf, torch.nan)  # inf is not to look like a number
     codes = (x / scales[..., None]).clamp_(-largest, largest)  # explicit: casts to fp8 differ in what is too large
     return (codes.round_() if dtype == torch.int8 else codes).to(dtype), scales
 
@@ -243,9 +253,7 @@ class PagedKVCache:
             raise ValueError(f"the KV cache needs at least one block, got {n_blocks}")
         if window is not None and window < 1:
             raise ValueError(f"window is {window}, but counts the token itself and must be 1 or more")
-        dtype = CODES.get(dtype, dtype)
-        if not isinstance(dtype, torch.dtype) or not (dtype in LARGEST or dtype.is_floating_point):
-            raise ValueError(f"dtype of the KV cache is {dtype!r}, but must be a floating-point type, int8 or fp8")
+        dtype = _stored_as(dtype)
         self.n_blocks, self.block_size, self.max_seq_len = n_blocks, block_size, max_seq_len
         self.dtype, self.window, self.device, self.attention = dtype, window, torch.device(device), attention
         self.scale, self.stats = head_dim ** -0.5, Stats()
@@ -328,15 +336,19 @@ class PagedKVCache:
             self._hold(block)
         self._sequences[child] = _Sequence(s.salt, list(s.tokens), list(s.blocks), s.published)
 
-    def extend(self, plan: Mapping[Hashable, Sequence[int]]) -> Step:
+    def extend(self, plan: Mapping[Hashable, Sequence[int]], rows: Sequence[int] | None = None) -> Step:
         """Reserve slots for plan[seq] new ids of each sequence and describe the step that computes them.
 
+        rows: which of the packed new tokens are to give logits (step.rows), None: the last of every sequence.
         All or nothing: raises OutOfBlocks if the pool is too full, ValueError if a sequence is unknown, has an open
         step, would pass max_seq_len or is given no ids or no whole numbers; then nothing has changed.
         """
         if not plan:
             raise ValueError("an empty plan: there is nothing to extend")
         plan = {seq: _whole_numbers(seq, ids) for seq, ids in plan.items()}
+        n_rows = sum(map(len, plan.values()))
+        if rows is not None and not all(isinstance(r, int) and 0 <= r < n_rows for r in rows):
+            raise ValueError(f"rows must be whole numbers from 0 to {n_rows - 1}, the new tokens of this step")
         needed, copiers, leaving = 0, set(), {}  # leaving: how many of this plan give up a shared block
         for seq, ids in plan.items():
             s, total = self._closed(seq), self.length(seq) + len(ids)
@@ -363,7 +375,7 @@ class PagedKVCache:
                     new.append(self._take(None if last is None else last + 1))
                     taken.append(new[-1])
                 tables[seq] = kept + sorted(new)  # evicted blocks come last first; runs of blocks are read in place
-            step = self._describe(plan, tables)
+            step = self._describe(plan, tables, rows)
             for seq in copiers:
                 old = self._sequences[seq].blocks
                 for pool in self._pools():
@@ -389,6 +401,7 @@ class PagedKVCache:
         legal.
         """
         kept = [n if keep is None else keep.get(seq, n) for seq, n in zip(step.seqs, step.n_new)]
+        assert keep is None or keep.keys() <= set(step.seqs), f"{keep.keys() - set(step.seqs)} are not in this step"
         for seq, n, k in zip(step.seqs, step.n_new, kept):  # before anything changes
             assert 0 <= k <= n, f"{k} of {n} new tokens to be kept of sequence {seq!r}"
         for seq, k in zip(step.seqs, kept):
@@ -415,11 +428,27 @@ class PagedKVCache:
     def free(self, seq: Hashable) -> None:
         """Forget seq and give its blocks back, in any state; published ones can still be found until they are evicted.
 
-        Unknown and freed ids are fine.
+        Unknown and freed ids are fine. While a step of seq is open, free it only when the model is done with the step:
+        its blocks may go to somebody else at once.
         """
         s = self._sequences.pop(seq, None)
         for block in reversed(s.blocks if s else []):  # so a chain is evicted from its tail
             self._release(block)
+
+    def recover(self) -> None:
+        """After an interrupt at any moment (KeyboardInterrupt): every open step is undone, the prefix cache is
+        forgotten, and all else is recounted from the block tables."""
+        self._published.clear()
+        self._index.clear()
+        self._evictable.clear()
+        self._references = [0] * self.n_blocks
+        for s in self._sequences.values():
+            s.step, s.new, s.published = None, (), 0
+            del s.tokens[len(s.blocks) * self.block_size:]
+            del s.blocks[self._blocks_for(len(s.tokens)):]
+            for block in s.blocks:
+                self._references[block] += 1
+        self._free = OrderedDict.fromkeys(b for b, n in enumerate(self._references) if not n)
 
     # ---- to another cache
 
@@ -442,23 +471,13 @@ class PagedKVCache:
         Codes of the same type are taken bit for bit, everything else is converted. All or nothing: ValueError if
         the id is taken or the tensors do not fit this cache or each other, OutOfBlocks if there is no room.
         """
-        missing = [name for name in ("tokens", "k", "v") if name not in data]
-        if missing:
-            raise ValueError(f"the imported sequence {seq!r} has no {' and no '.join(missing)}")
-        if data["k"].dtype != data["v"].dtype:
-            types = " and ".join(str(data[name].dtype).removeprefix("torch.") for name in ("k", "v"))
-            raise ValueError(f"k and v of the imported sequence {seq!r} are {types}, but must be of one type")
         L, (_, _, G, D) = len(self.k), self.k[0].shape
-        tokens, quantized = data["tokens"].tolist(), data["k"].dtype in LARGEST
-        names = ("k", "v", "k_scale", "v_scale") if quantized else ("k", "v")
-        for name in names:
-            shape = (L, len(tokens), G, D)[: 3 if name.endswith("scale") else 4]
-            if name not in data or data[name].shape != shape:
-                what = tuple(data[name].shape) if name in data else "missing"
-                raise ValueError(f"{name} of the imported sequence {seq!r} is {what}, but this cache takes {shape}")
-            if name.endswith("scale") and not ((data[name] > 0) & data[name].isfinite()).all():
-                raise ValueError(f"{name} of the imported sequence {seq!r} has scales that are not finite and positive")
-        cached = self.add(seq, tokens, salt)
+        names, tokens = _handed_over(seq, data, L, G, D)
+        quantized, counted = "k_scale" in names, (self.stats.asked, self.stats.found)
+        try:
+            cached = self.add(seq, tokens, salt)
+        finally:  # what is handed over is not asked of the prefix cache
+            self.stats.asked, self.stats.found = counted
         try:
             if not tokens:
                 return
@@ -616,8 +635,9 @@ class PagedKVCache:
     def _pools(self) -> list[torch.Tensor]:
         return [*self.k, *self.v, *(self.k_scale or ()), *(self.v_scale or ())]
 
-    def _describe(self, plan: Mapping[Hashable, Sequence[int]], tables: Mapping[Hashable, list[int]]) -> Step:
-        """The index tensors of a step of these ids and block tables."""
+    def _describe(self, plan: Mapping[Hashable, Sequence[int]], tables: Mapping[Hashable, list[int]],
+                  rows: Sequence[int] | None) -> Step:
+        """The index tensors of a step of these ids and block tables, all of them in one copy to the device."""
         tokens, positions, slots, q_start, kv_len = [], [], [], [0], []
         for seq, ids in plan.items():
             begin, blocks = len(self._sequences[seq].tokens), tables[seq]
@@ -629,19 +649,23 @@ class PagedKVCache:
             q_start.append(len(tokens))
             kv_len.append(end)
         width = max(map(len, tables.values()))
-        padded = [t + [self.n_blocks] * (width - len(t)) for t in tables.values()]  # with the trash block
+        padded = [block for t in tables.values() for block in (*t, *[self.n_blocks] * (width - len(t)))]  # with trash
+        rows = [end - 1 for end in q_start[1:]] if rows is None else rows
+        run = slots[0] + len(slots) == slots[-1] + 1 and slots == list(range(slots[0], slots[-1] + 1))
+        run = slice(slots[0], slots[-1] + 1) if run else None
+        parts = [tokens, positions, slots, rows, padded, kv_len, q_start]
+        flat = torch.tensor([x for part in parts for x in part], dtype=torch.int64).to(self.device, non_blocking=True)
+        tokens, positions, slots, rows, *short = flat.split([len(part) for part in parts])
+        block_table, kv_len, q_start = (x.int() for x in short)
+        block_table, n_new = block_table.view(-1, width), tuple(len(ids) for ids in plan.values())
+        attend = self.attend_with(slots if run is None else run, block_table, kv_len, q_start, max(n_new))
+        return Step(tokens, positions, slots, block_table, kv_len, q_start, tuple(plan), n_new, max(n_new), rows,
+                    attend)
 
-        def tensor(x: list, dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor(x, dtype=dtype).to(self.device, non_blocking=True)
-
-        first, n = slots[0], len(slots)
-        run = slice(first, first + n) if slots == list(range(first, first + n)) else None
-        slots, block_table = tensor(slots, torch.int64), tensor(padded, torch.int32)
-        kv_len, q_start = tensor(kv_len, torch.int32), tensor(q_start, torch.int32)
-        n_new = tuple(len(ids) for ids in plan.values())
-        attend = partial(self._attend, slots if run is None else run, block_table, kv_len, q_start, max(n_new))
-        return Step(tensor(tokens, torch.int64), tensor(positions, torch.int64), slots, block_table, kv_len, q_start,
-                    tuple(plan), n_new, max(n_new), attend)
+    def attend_with(self, slots: torch.Tensor | slice, block_table: torch.Tensor, kv_len: torch.Tensor,
+                    q_start: torch.Tensor, max_q: int) -> Callable:
+        """attend(layer, q, k, v) over index tensors like a Step's, for one who refills his own (CUDA graphs)."""
+        return partial(self._attend, slots, block_table, kv_len, q_start, max_q)
 
     def _write(self, layer: int, slots: torch.Tensor | slice, k: torch.Tensor, v: torch.Tensor) -> None:
         """k and v (N, G, D) into these slots of a layer, quantized if the cache is."""
@@ -661,9 +685,35 @@ class PagedKVCache:
                               window=self.window, **scales)
 
 
+def _handed_over(seq: Hashable, data: Mapping[str, torch.Tensor], L: int, G: int, D: int) -> tuple[list, list[int]]:
+    """Names of the tensors that `import_` takes from data, and its ids. ValueError, naming seq, if it is not right."""
+    def refuse(why: str) -> None:
+        raise ValueError(f"the imported sequence {seq!r} cannot be taken: {why}")
+
+    missing = [name for name in ("tokens", "k", "v") if not isinstance(data.get(name), torch.Tensor)]
+    if missing:
+        refuse(f"no {' and no '.join(missing)}, or not as a tensor")
+    if data["tokens"].dim() != 1:
+        refuse(f"its tokens are {tuple(data['tokens'].shape)}, but must be a list of ids")
+    dtype, other = data["k"].dtype, data["v"].dtype
+    if dtype != other or dtype not in (*FLOATS, *LARGEST):
+        refuse(f"k and v are {dtype} and {other}, but must both be of one type that a KV cache can have")
+    names, n = ["k", "v", *(("k_scale", "v_scale") if dtype in LARGEST else ())], len(data["tokens"])
+    for name in names:
+        x, shape = data.get(name), (L, n, G) if name.endswith("scale") else (L, n, G, D)
+        if not isinstance(x, torch.Tensor) or x.shape != shape:
+            what = tuple(x.shape) if isinstance(x, torch.Tensor) else "missing"
+            refuse(f"{name} is {what}, but this cache takes {shape}")
+        if name.endswith("scale") and not (x.dtype in FLOATS and ((x.float() > 0) & x.float().isfinite()).all()):
+            refuse(f"{name} has scales that are not finite and positive as float32")
+        if x.dtype == torch.float8_e4m3fn and (x.view(torch.uint8) & 127 == 127).any():
+            refuse(f"{name} has codes that are not numbers")
+    return names, data["tokens"].tolist()
+
+
 def _store(pool: torch.Tensor, slots: torch.Tensor | slice, x: torch.Tensor) -> None:
     """x (N, G, ...) into slots of a pool (n_blocks, block_size, G, ...)."""
-    pool = pool.flatten(0, 1)  # (slots, G, ...): a view, whatever the layout
+    pool, x = pool.flatten(0, 1), x.detach()  # (slots, G, ...): a view, whatever the layout
     if isinstance(slots, slice):  # one run, the usual case for one sequence: a plain copy, 7 times faster
         pool[slots] = x
     elif pool.dtype == torch.float8_e4m3fn:  # which index_copy_ does not know

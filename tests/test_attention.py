@@ -462,3 +462,34 @@ def test_sabotaged_twins_are_caught(how):
 
     with pytest.raises(AssertionError):
         test_windows_codes_and_log_sum_exps(spoilt, MIX, torch.int8, 3)
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 100])
+@pytest.mark.parametrize("run", [True, False], ids=["in a run", "scattered"])
+def test_blocks_behind_the_window_are_not_looked_at(window, run):
+    """Their numbers may be anything: only the window's blocks are read, in place if they are a run."""
+    S, block_size, G, D = 70, 4, 2, 8
+    k, v = torch.randn(2, 40, block_size, G, D, dtype=torch.float64)
+    table = torch.arange(10, 28) if run else torch.randperm(40)[:18]
+    q = torch.randn(2, 2 * G, D, dtype=torch.float64)
+
+    def attend(kernel, table, q, lengths):
+        starts = torch.arange(len(lengths) + 1) * (len(q) // len(lengths))
+        return kernel(q, k, v, table.int(), torch.tensor(lengths), starts, D**-0.5, max_q=2, window=window)
+
+    wanted = attend(reference_attention, table[None], q, [S])
+    first = max(0, S - 2 - window + 1) // block_size
+    torn = table.clone()
+    torn[:first] = 39 - torch.arange(first)
+    torch.testing.assert_close(attend(paged_attention, torn[None], q, [S]), wanted, rtol=0, atol=1e-12)
+    many = torch.stack([torn, torn, table.roll(1)])
+    short = torch.cat([q, q, torch.randn_like(q)])
+    torch.testing.assert_close(attend(paged_attention, many, short, [S, S, 9]),
+                               attend(reference_attention, many, short, [S, S, 9]), rtol=0, atol=1e-12)
+
+
+def test_rows_that_belong_to_nobody_are_noticed():
+    k = v = torch.zeros(1, 4, 1, 8)
+    with pytest.raises(AssertionError, match="q has 5 rows, but q_start ends at 3"):
+        paged_attention(torch.zeros(5, 1, 8), k, v, torch.zeros(1, 1, dtype=torch.int32), torch.tensor([3]),
+                        torch.tensor([0, 3]), 1.0, max_q=3)
