@@ -1,7 +1,9 @@
 """bench.py - measures what generate.py composes, side by side with its peers.
 
-    python bench.py latency --peer transformers --peer llama.cpp      prefill and decode speed, batch 1
+    python bench.py latency --peer transformers --peer llama.cpp      prefill and decode speed beside peers
     python bench.py latency --dtype auto --dtype bfloat16             packed weights beside expanded ones
+    python bench.py serve                                             many requests: throughput, latencies, batching
+    python bench.py speculate                                         drafts by n-grams against plain decoding
     python bench.py prefix                                            time to first token behind a cached beginning
     python bench.py attention                                         paged attention beside torch's own, dense
     python bench.py perplexity FILE                                   quality: windows of 1,024 tokens of a text
@@ -21,9 +23,7 @@ import platform
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -34,8 +34,8 @@ import checkpoint
 import flash
 import generate
 import kvcache
-import packed
-from model import linear
+from benchmarks import serve, speculate
+from benchmarks.engines import LlamaCpp, Ours, Transformers
 
 # ------------------------------------------------------------------ the card
 
@@ -74,142 +74,64 @@ def read_bandwidth(megabytes: int = 512) -> float:
     return x.numel() * 4 / statistics.median(seconds) / 1e9
 
 
-# ------------------------------------------------------------------ engines: prefill(ids) and decode(token)
-
-
-class Ours:
-    def __init__(self, llm: generate.LLM):
-        self.llm, self.cache = llm, llm.cache
-        self.name = f"nanoinfer {llm.weights}"
-        tied = [llm.model.model["embed_tokens"]] if llm.model.lm_head is None else []
-        self.matrices = [m for m in llm.model.modules() if isinstance(m, (torch.nn.Linear, packed.QuantLinear))] + tied
-
-    @torch.inference_mode()
-    def _extend(self, ids: Sequence[int]) -> int:
-        step = self.cache.extend({"bench": ids})
-        logits = self.llm.model(step.tokens, step.positions, step.attend, step.last())
-        self.cache.commit(step)
-        return int(logits.argmax())
-
-    def prefill(self, ids: Sequence[int]) -> int:
-        """Forget everything, compute ids, return the likeliest next token."""
-        self.cache.free("bench")
-        self.cache.add("bench")
-        for i in range(0, len(ids), generate.CHUNK):
-            token = self._extend(ids[i: i + generate.CHUNK])
-        return token
-
-    def decode(self, token: int) -> int:
-        """Compute one more token, return the likeliest next one."""
-        return self._extend([token])
-
-    @torch.inference_mode()
-    def matmuls(self) -> None:
-        """Only the products of a decode step, each matrix once: what is left if all else were free."""
-        for m in self.matrices:
-            tied = isinstance(m, torch.nn.Embedding)
-            x = torch.ones(1, m.embedding_dim if tied else m.in_features, dtype=self.llm.dtype, device=self.llm.device)
-            linear(x, m.weight, None, self.llm.model.amx) if tied else m(x)
-
-
-class Transformers:
-    """transformers on the same weights, in the same dtype, with its own default attention."""
-
-    def __init__(self, model_path: str, dtype: torch.dtype):
-        import transformers
-
-        warnings.filterwarnings("ignore", category=FutureWarning)  # an argument's name is about to change
-        transformers.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
-        self.name = f"transformers {transformers.__version__} {str(dtype).removeprefix('torch.')}"
-        with tempfile.TemporaryDirectory() as folder:
-            if os.path.isfile(model_path):
-                import gguf
-
-                with gguf.GGUF(model_path) as file:
-                    weights = {name: file.tensor(name, dtype) for name in file}
-                    checkpoint.save(os.path.join(folder, "m"), file.config, weights)
-                model_path = os.path.join(folder, "m")
-            self.model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).eval()
-
-    @torch.inference_mode()
-    def _extend(self, ids: Sequence[int]) -> int:
-        out = self.model(torch.tensor([ids]), past_key_values=self.past, use_cache=True, logits_to_keep=1)
-        self.past = out.past_key_values
-        return int(out.logits[0, -1].argmax())
-
-    def prefill(self, ids: Sequence[int]) -> int:
-        self.past = None
-        return self._extend(ids)
-
-    def decode(self, token: int) -> int:
-        return self._extend([token])
-
-
-class LlamaCpp:
-    """llama.cpp through llama-cpp-python on the same GGUF file."""
-
-    def __init__(self, model_path: str, flash: bool, context: int):
-        import llama_cpp
-        import numpy
-
-        self.logits = lambda: numpy.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self.model.ctx, -1),
-                                                       (self.model.n_vocab(),))
-        threads = torch.get_num_threads()
-        self.name = f"llama.cpp ({llama_cpp.__version__}) flash {'on' if flash else 'off'}"
-        self.model = llama_cpp.Llama(model_path, n_ctx=context, n_batch=512, n_ubatch=512, n_threads=threads,
-                                     n_threads_batch=threads, flash_attn=flash, verbose=False)
-
-    def _extend(self, ids: Sequence[int]) -> int:
-        self.model.eval(ids)
-        return int(self.logits().argmax())
-
-    def prefill(self, ids: Sequence[int]) -> int:
-        self.model.reset()
-        return self._extend(ids)
-
-    def decode(self, token: int) -> int:
-        return self._extend([token])
-
-
 # ------------------------------------------------------------------ latency
 
 
 def latency(args: argparse.Namespace) -> dict:
-    path, llms = checkpoint.resolve(args.model), []
+    path, llms, batch = checkpoint.resolve(args.model), [], max(args.batches)
     for dtype in args.dtype:
-        llms.append(_unlike(llms, dtype, generate.load(args.model, dtype=dtype)))
+        llms.append(_unlike(llms, dtype, generate.load(args.model, dtype=dtype, max_batch=batch)))
     llm = llms[0]
-    longest = max(args.prompt, max(args.contexts) + args.tokens)
+    longest = max(*args.prompts, max(args.contexts) + args.tokens + 1)
     if longest > llm.context or min(args.contexts) < 1:
         raise ValueError(f"contexts must be from 1 on and reach {longest} tokens here; the model's is {llm.context}")
     engines: list = [Ours(llm) for llm in llms]
     if "transformers" in args.peer:
         engines.append(_peer("transformers", lambda: Transformers(path, llm.dtype)))
-    if "llama.cpp" in args.peer:
-        if not os.path.isfile(path):
-            raise ValueError("llama.cpp needs a .gguf file; give one with --model")
-        for flash in (False, True):
-            engines.append(_peer("llama-cpp-python", lambda f=flash: LlamaCpp(path, f, longest + 8)))
-    ids = [5 + (i * 7919) % (llm.model.config.vocab_size - 5) for i in range(longest)]
-    columns = [f"prefill {args.prompt}", *(f"decode at {c}" for c in args.contexts), "matmuls alone"]
+    kinds = [kind for name, kind in (("llama.cpp", None), ("llama.cpp-q4_0", "Q4_0")) if name in args.peer]
+    if kinds and not os.path.isfile(path):
+        raise ValueError("llama.cpp needs a .gguf file; give one with --model")
+    for kind in kinds:
+        for on in (False, True):
+            engines.append(_peer("llama-cpp-python", partial(LlamaCpp, path, on, longest + 8, batch, kind)))
+    V = llm.model.config.vocab_size
+    ids = [[5 + (i * 7919 + b * 31) % (V - 5) for i in range(longest)] for b in range(batch)]
+    points = [(b, c) for b in args.batches for c in args.contexts]
+    columns = [f"prefill {n}" for n in args.prompts]
+    columns += [f"decode at {c}" if b == 1 else f"{b} sequences at {c}" for b, c in points] + ["matmuls alone"]
     speeds = {engine.name: {column: [] for column in columns} for engine in engines}
     for round_ in range(args.rounds + 1):  # the first round warms up and is not counted
         for engine in engines:
-            measured = _measure(engine, ids, args.prompt, args.contexts, args.tokens)
+            measured = _measure(engine, ids, args.prompts, points, args.tokens)
             if round_:
                 for column, speed in zip(columns, measured):
                     speeds[engine.name][column].append(speed)
     medians = {name: {c: round(statistics.median(v), 2) for c, v in row.items() if v} for name, row in speeds.items()}
     ratios = {name: {c: round(statistics.median(a / b for a, b in zip(speeds[engines[0].name][c], v)), 3)
                      for c, v in row.items() if v} for name, row in speeds.items() if name != engines[0].name}
-    print(f"\ntokens/s, batch 1, medians of {args.rounds} alternating rounds of {args.tokens} decode steps; \"matmuls "
-          "alone\" is a step of nothing but its products\n")
+    print(f"\ntokens/s, medians of {args.rounds} alternating rounds of {args.tokens} decode steps; \"matmuls alone\" "
+          "is a step of nothing but its products\n")
     _table("engine", columns, medians, ".1f")
     if ratios:
         print(f"\n{engines[0].name} against each (median of the rounds' ratios; above 1 is faster)\n")
         _table("peer", columns, ratios, ".2f")
-    return {"tokens_per_s": medians, "ratios": ratios, "model": llm.name}
+    shares = _ceilings(engines[: len(llms)], points, columns[len(args.prompts):], medians, args.bandwidth)
+    return {"tokens_per_s": medians, "ratios": ratios, "ceilings": shares, "model": llm.name}
+
+
+def _ceilings(engines: Sequence[Ours], points: Sequence[tuple[int, int]], columns: Sequence[str], medians: dict,
+              bandwidth: float) -> dict:
+    """What a decode step must read, and how much of the time it would take at the card's bandwidth it takes."""
+    found = {}
+    for engine in engines:
+        for (b, c), column in zip(points, columns):
+            n_bytes = engine.weight_bytes + b * c * engine.kv_bytes
+            share = medians[engine.name][column] / b * n_bytes / (bandwidth * 1e9)
+            found[f"{engine.name}, {column}"] = {"MB a step": round(n_bytes / 1e6, 1), "share": round(share, 3)}
+    print(f"\nwhat a decode step reads (weights, and keys and values), and its speed as a share of what {bandwidth} "
+          "GB/s would allow\n")
+    _table("", ["MB a step", "share"], found, ".3g")
+    return found
 
 
 def _unlike(before: Sequence, dtype: str, llm: generate.LLM) -> generate.LLM:
@@ -226,31 +148,29 @@ def _peer(package: str, make: Callable):
         raise ValueError(f"the peer needs a package that is not installed: pip install {package}") from None
 
 
-def _measure(engine, ids: Sequence[int], prompt: int, contexts: Sequence[int], n: int) -> list[float]:
-    """Tokens/s of a prefill of `prompt` tokens (the median of three), then of n decode steps behind each context, then
-    of the products alone, where the engine can say."""
-    engine.prefill(ids[:prompt])  # not counted: another engine has just had the caches and the cores
-    seconds = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        engine.prefill(ids[:prompt])
-        seconds.append(time.perf_counter() - begin)
-    speeds = [prompt / statistics.median(seconds)]
-    for context in contexts:
-        token, seconds = engine.prefill(ids[:context]), []
-        for _ in range(n):
-            begin = time.perf_counter()
-            token = engine.decode(token)
-            seconds.append(time.perf_counter() - begin)
-        speeds.append(1 / statistics.median(seconds))
+def _measure(engine, ids: Sequence[Sequence[int]], prompts: Sequence[int], points: Sequence[tuple[int, int]],
+             n: int) -> list[float]:
+    """Tokens/s of a prefill of so many tokens (the median of three), then of n decode steps of a batch behind a
+    context, then of the products of one row alone, where the engine can say."""
+    speeds = []
+    for length in prompts:
+        engine.prefill([ids[0][:length]])  # not counted: another engine has just had the caches and the cores
+        speeds.append(length / _median_s(3, lambda n=length: engine.prefill([ids[0][:n]])))
+    for batch, context in points:
+        tokens = engine.prefill([x[:context] for x in ids[:batch]])
+        speeds.append(batch / _median_s(n, lambda t=tokens: t.__setitem__(slice(None), engine.decode(t))))
     if hasattr(engine, "matmuls"):
-        seconds = []
-        for _ in range(n):
-            begin = time.perf_counter()
-            engine.matmuls()
-            seconds.append(time.perf_counter() - begin)
-        speeds.append(1 / statistics.median(seconds))
+        speeds.append(1 / _median_s(n, engine.matmuls))
     return speeds
+
+
+def _median_s(n: int, call: Callable) -> float:
+    seconds = []
+    for _ in range(n):
+        begin = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
 
 
 def _table(what: str, columns: Sequence[str], figures: dict[str, dict[str, float]], form: str) -> None:
@@ -354,6 +274,65 @@ def prefix(args: argparse.Namespace) -> dict:
             "cached": answers["cached"].cached, "model": knows.name, "weights": knows.weights}
 
 
+# ------------------------------------------------------------------ serving
+
+
+def serving(args: argparse.Namespace) -> dict:
+    llm, slots = generate.load(args.model, dtype=args.dtype[0], max_batch=args.slots), args.slots
+    found: dict = {"model": llm.name, "weights": llm.weights, "mix": [], "spike": [], "arrivals": []}
+    for round_ in range(args.rounds):
+        if "mix" in args.parts:
+            found["mix"].append(serve.mix(llm, args.requests, args.prompt, args.output, args.sigma, slots, round_))
+        if "spike" in args.parts:
+            found["spike"].append(serve.spike(llm, args.streams, args.long, round_))
+        if "arrivals" in args.parts:
+            limits = (args.ttft, args.tpot / 1e3)
+            found["arrivals"].append(serve.arrivals(llm, args.rate, args.requests, args.prompt, args.output, args.sigma,
+                                                    args.shared, slots, limits, round_))
+        print(f"round {round_ + 1} of {args.rounds} done", file=sys.stderr, flush=True)
+    figures = {part: _medians(rounds) for part, rounds in found.items() if part in args.parts}
+    if "mix" in figures:
+        print(f"\n{args.requests} requests at once, prompts of {args.prompt} tokens, answers log-normal (median "
+              f"{args.output}, sigma {args.sigma:g}), {slots} slots: output tokens/s\n")
+        ratios = {name: statistics.median(r["continuous"] / r[name] for r in found["mix"]) for name in found["mix"][0]}
+        found["ratios"] = {name: round(x, 3) for name, x in ratios.items()}
+        columns = ["tokens/s", "continuous is faster by"]
+        _table("", columns, {n: dict(zip(columns, (x, ratios[n]))) for n, x in figures["mix"].items()}, ".3g")
+    if "spike" in figures:
+        print(f"\n{args.streams} running answers, and a prompt of {args.long} tokens: ms between tokens\n")
+        _table("prompt", list(figures["spike"]["whole"]), figures["spike"], ".3g")
+    for name, row in figures.get("arrivals", {}).items():
+        print(f"\n{args.rate:g} requests/s, {args.shared} common tokens each, {name}: {row['cached']:.0%} of prompt "
+              f"tokens cached, {row['pool']:.0%} of the pool in use, {row['preempted']} preemptions\n  "
+              + found["arrivals"][-1][name]["describe"].replace("\n", "\n  "))
+    return {**found, "medians": figures, "options": {k: v for k, v in vars(args).items()
+                                                      if isinstance(v, (int, float, str, list))}}
+
+
+def speculating(args: argparse.Namespace) -> dict:
+    llm = generate.load(args.model, dtype=args.dtype[0], max_batch=1, draft=args.draft,
+                        k=int(args.k) if args.k.isdecimal() else args.k)
+    rows = []
+    for item in speculate.prompts(args.kinds):
+        rows.append(speculate.measure(llm, item, args.tokens, args.rounds))
+        r = rows[-1]
+        print(f"{r['task']:6} {r['with']:6.1f} / {r['without']:.1f} tokens/s = {r['ratio']:.2f}  "
+              f"{item['prompt'][:50]!r}", file=sys.stderr, flush=True)
+    found = {kind: speculate.figures([r for r in rows if r["kind"] == kind]) for kind in args.kinds}
+    print(f"\n{args.tokens} tokens after each prompt, {llm.weights}, drafts by {args.draft}, k {args.k}, medians of "
+          f"{args.rounds} rounds with drafts and without in turn; ratio: tokens/s with them over those without\n")
+    _table("", list(found[args.kinds[0]]), found, ".3g")
+    return {"figures": found, "prompts": rows, "model": llm.name, "weights": llm.weights, "draft": args.draft}
+
+
+def _medians(rounds: Sequence[dict]) -> dict:
+    """The median of each number, over dicts of one shape."""
+    first = rounds[0]
+    return {key: _medians([r[key] for r in rounds]) if isinstance(value, dict) else
+            statistics.median(r[key] for r in rounds) if isinstance(value, (int, float)) else value
+            for key, value in first.items()}
+
+
 # ------------------------------------------------------------------ perplexity
 
 
@@ -412,9 +391,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     common.add_argument("--model", metavar="PATH", help="as in generate.py (default: SmolLM2-135M-Instruct)")
     common.add_argument("--dtype", action="append", help="as in generate.py (default: auto); several are compared")
     common.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s")
-    p = commands.add_parser("latency", parents=[common], help="prefill and decode speed, batch 1, beside peers")
-    p.add_argument("--peer", action="append", default=[], choices=["transformers", "llama.cpp"])
-    p.add_argument("--prompt", type=int, default=512, help="tokens of the prefill (default: 512)")
+    p = commands.add_parser("latency", parents=[common], help="prefill and decode speed, beside peers")
+    p.add_argument("--peer", action="append", default=[], choices=["transformers", "llama.cpp", "llama.cpp-q4_0"],
+                   help="llama.cpp runs the file as it is, llama.cpp-q4_0 rounded once more to its fastest type")
+    p.add_argument("--prompts", type=int, nargs="+", default=[512], help="tokens of the prefills (default: 512)")
+    p.add_argument("--batches", type=int, nargs="+", default=[1], help="sequences at once (default: 1)")
     p.add_argument("--contexts", type=int, nargs="+", default=[16, 512], help="before decoding (default: 16 512)")
     p.add_argument("--tokens", type=int, default=32, help="decode steps per round (default: 32)")
     p.add_argument("--rounds", type=int, default=5, help="default: 5")
@@ -432,6 +413,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--tokens", type=int, default=16, help="of each answer (default: 16)")
     p.add_argument("--rounds", type=int, default=5, help="default: 5")
     p.set_defaults(run=prefix)
+    p = commands.add_parser("serve", parents=[common], help="many requests: throughput, latencies, ways of batching")
+    p.add_argument("--parts", nargs="+", default=["mix", "spike", "arrivals"], choices=["mix", "spike", "arrivals"])
+    p.add_argument("--requests", type=int, default=64, help="default: 64")
+    p.add_argument("--slots", type=int, default=16, help="most samples at once (default: 16)")
+    p.add_argument("--prompt", type=int, default=64, help="tokens, of arrivals the median (default: 64)")
+    p.add_argument("--output", type=int, default=60, help="median tokens of an answer (default: 60)")
+    p.add_argument("--sigma", type=float, default=1.0, help="of the logarithm of lengths (default: 1)")
+    p.add_argument("--streams", type=int, default=8, help="spike: running answers (default: 8)")
+    p.add_argument("--long", type=int, default=2000, help="spike: tokens of the long prompt (default: 2000)")
+    p.add_argument("--rate", type=float, default=1.0, help="arrivals: requests a second (default: 1)")
+    p.add_argument("--shared", type=int, default=256, help="arrivals: common tokens (default: 256)")
+    p.add_argument("--ttft", type=float, default=2.0, help="arrivals: s to the first token that are good (default: 2)")
+    p.add_argument("--tpot", type=float, default=150.0, help="arrivals: ms a token that are good (default: 150)")
+    p.add_argument("--rounds", type=int, default=3, help="default: 3")
+    p.set_defaults(run=serving)
+    p = commands.add_parser("speculate", parents=[common], help="speculative against plain decoding")
+    p.add_argument("--draft", default="ngram", help="as in generate.py (default: ngram)")
+    p.add_argument("--k", default="auto", help="as in generate.py (default: auto)")
+    p.add_argument("--kinds", nargs="+", default=["copy", "prose"], choices=["copy", "prose"])
+    p.add_argument("--tokens", type=int, default=128, help="of each answer (default: 128)")
+    p.add_argument("--rounds", type=int, default=3, help="default: 3")
+    p.set_defaults(run=speculating)
     p = commands.add_parser("perplexity", parents=[common], help="of a text, in non-overlapping windows")
     p.add_argument("file", help="a text file, or `pydoc` for the text of Python's own help topics")
     p.add_argument("--window", type=int, default=1024, help="tokens (default: 1024)")
@@ -440,12 +443,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.dtype = list(dict.fromkeys(args.dtype or ["auto"]))
     try:
-        for name in ("threads", "prompt", "tokens", "rounds", "window", "windows"):
-            least = 2 if name == "window" else 1
-            if getattr(args, name, least) < least:
-                raise ValueError(f"--{name} is {getattr(args, name)}, but must be {least} or more")
+        least = {"window": 2, **dict.fromkeys(("rate", "ttft", "tpot", "sigma"), 0)}
+        for name, value in vars(args).items():  # a list: its least
+            value = min(value) if isinstance(value, list) and value and isinstance(value[0], int) else value
+            if isinstance(value, (int, float)) and not value >= least.get(name, 1):
+                raise ValueError(f"--{name.replace('_', '-')} is {value}, but must be {least.get(name, 1)} or more")
         torch.set_num_threads(args.threads)
         head = card()
+        args.bandwidth = head["read_GB_per_s"]
         for key, value in head.items():
             print(f"{key:14} {value}")
         result = args.run(args)

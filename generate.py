@@ -5,15 +5,16 @@
 Everything else in this folder is one concept in one file, and no file knows another. Here they meet: checkpoint.py or
 gguf.py brings weights, layouts.py reads those that others have quantized, packed.py computes on them as they are,
 vocab.py reads vocabularies, tokenizer.py makes ids of text and chat.py of a conversation, model.py computes, kvcache.py
-remembers, sampling.py chooses.
+remembers, sampling.py chooses, batching.py lets many requests share each pass, speculative.py makes several tokens of
+one, graphs.py replays passes on a GPU.
 From Python it is three lines:
 
     import generate
     llm = generate.load()                                  # or a path: a .gguf file, a Hugging Face folder
     print(llm.generate(["Why is the sky blue?"], temperature=0)[0].text)
 
-One loop serves them all (`Answer._loop`): extend the sequence by what the cache does not hold yet, draw a token from
-the last row's distribution, repeat. A prompt is computed in chunks, so that memory does not grow with its square.
+There is one loop, the batcher's: a single prompt, a conversation, a list and a file of a million prompts all go through
+it. `--prompts FILE` answers a file, one JSON object a line, and takes up where a killed run ended.
 """
 from __future__ import annotations
 
@@ -21,14 +22,15 @@ import argparse
 import json
 import os
 import signal
+import statistics
 import sys
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import cached_property
-from operator import index
+from functools import cached_property, partial
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 if __name__ == "__main__":  # Ctrl-C while torch is imported just ends the program; `main` then takes over
@@ -37,31 +39,41 @@ if __name__ == "__main__":  # Ctrl-C while torch is imported just ends the progr
 import torch
 
 import attention
+import batching
 import checkpoint
 import flash
 import gguf
+import graphs as cuda_graphs
 import kvcache
 import layouts
 import packed
+import prompts as prompt_files
 import sampling
+import speculative
+import traffic
 import vocab
+from batching import Batcher, Request
 from chat import ChatTemplate
 from kvcache import PagedKVCache
 from model import Config, Llama
 from stream import StreamDecoder
 from tokenizer import Tokenizer
 
-CHUNK = 512  # prompt tokens computed in one pass
+CHUNK = 512  # most tokens of one pass
+BESIDE = 16  # on a CPU, most prompt tokens of a pass in which somebody is answered: he waits about twice as long
+AHEAD = 1024  # lines of a prompts file read before their time has come
 KV_GIB = 2.0  # the KV cache takes at most so much by default; the context shrinks to what fits
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
             "logit_bias")
+REQUEST = ("max_tokens", "min_tokens", "stop", "ignore_eos", "seed", "n", "logprobs", "priority", "salt")
 
 # ------------------------------------------------------------------ loading
 
 
 def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", context: int | None = None,
-         repack: str | None = None, kv_dtype: str = "auto", kv_memory: float = KV_GIB) -> LLM:
+         repack: str | None = None, kv_dtype: str = "auto", kv_memory: float = KV_GIB, max_batch: int = 16,
+         token_budget: int = CHUNK, graphs: bool = True, draft: str | None = None, k: int | str = "auto") -> LLM:
     """A model ready to answer.
 
     path     a .gguf file, a Hugging Face folder (also one quantized by compressed-tensors, GPTQ or AWQ), a .safetensors
@@ -73,7 +85,11 @@ def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", 
     device   auto (cuda if there is one, else cpu) or a torch device
     context  most tokens of one conversation; None: the model's own, or what fits the KV cache
     kv_dtype    auto (the activations'), int8 or fp8: one byte and a scale, which halves the cache of bfloat16
-    kv_memory   GiB that the KV cache may take; what it has room for beyond one context keeps earlier prompts
+    kv_memory   GiB that the KV cache may take, at most; what nobody uses keeps earlier prompts
+    max_batch, token_budget    most samples and most tokens of one pass of the model
+    graphs   on CUDA, replay captured graphs for steps in which every sample gets one token
+    draft, k  speculative decoding: drafts by `ngram` (what followed the same words before) or by a smaller model (a
+             path) of the same vocabulary; so many of them, auto: as many as pay. The answers stay what they were
     repack   int8 or int4: quantized weights without a kernel (Q6_K, fp8, ...) are rounded once more to run packed too
     """
     asked, path = path, checkpoint.resolve(path)
@@ -98,16 +114,37 @@ def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", 
     if kv_dtype not in ("auto", "int8", "fp8"):
         raise ValueError(f"kv_dtype {kv_dtype!r} is unknown; known are auto, int8, fp8")
     kv = dtype if kv_dtype == "auto" else kv_dtype
+    if k != "auto" and not (isinstance(k, int) and 1 <= k <= 64):
+        raise ValueError(f"k is {k!r}, but must be 'auto' or a number of drafts from 1 to 64")
     if not 0 < kv_memory < 2**20:
         raise ValueError(f"a KV cache of {kv_memory} GiB cannot be; give a number above 0")
     blocks = kvcache.blocks_that_fit(config, kv, int(kv_memory * 2**30))
     context = _context(context, config, blocks * 16, kv_memory)
     kernel = flash.paged_attention if device.type == "cuda" and flash.triton else attention.paged_attention
-    cache = PagedKVCache(config.n_layer, config.n_kv_head, config.head_dim, min(blocks, 2 * -(-context // 16)), 16,
-                         max_seq_len=context, dtype=kv, device=device, window=config.sliding_window,
-                         attention=kernel)
-    return LLM(model, source.tokenizer, name, cache, {*ends, *source.tokenizer.eos_ids},
-               _sampling_defaults(source.generation), f"{name}: {_about(source, weights, model)}")
+    cache = PagedKVCache(config.n_layer, config.n_kv_head, config.head_dim,
+                         min(blocks, max(2, max_batch) * -(-context // 16)), 16, max_seq_len=context, dtype=kv,
+                         device=device, window=config.sliding_window, attention=kernel)
+    llm = LLM(model, source.tokenizer, name, cache, {*ends, *source.tokenizer.eos_ids},
+              _sampling_defaults(source.generation), f"{name}: {_about(source, weights, model)}")
+    if draft is not None:
+        llm.drafter = _drafter(llm, draft, dict(device=str(device), kv_memory=kv_memory, max_batch=max_batch))
+        llm.k = k
+    llm.batcher = llm.new_batcher(max_batch=max_batch, token_budget=token_budget, graphs=graphs)
+    return llm
+
+
+def _drafter(llm: LLM, draft: str, options: dict):
+    """What proposes drafts for llm: n-grams, or a smaller model."""
+    if draft == "ngram":
+        return speculative.NgramDrafter(ends=llm.eos_ids)
+    small = load(draft, **options)
+    words = [[one.tokenizer.token_bytes(i) or None for i in range(one.model.config.vocab_size)] for one in (llm, small)]
+    try:
+        speculative.check_vocabulary(*words)
+    except ValueError as error:
+        raise ValueError(f"{draft} cannot draft for {llm.name}: {error}") from None
+    return speculative.DraftModel(small.model, small.cache, len(words[0]), draft_vocab_size=len(words[1]),
+                                  ends=llm.eos_ids, salt=lambda sample: sample.request.salt)
 
 
 class Source(NamedTuple):
@@ -236,7 +273,7 @@ def _sampling_defaults(generation: dict) -> dict:
 
 
 class LLM:
-    """A model, its tokenizer and its KV cache. `load` makes one."""
+    """A model, its tokenizer, its KV cache and the batcher that everything runs on. `load` makes one."""
 
     def __init__(self, model: Llama, tokenizer: Tokenizer, name: str, cache: PagedKVCache, eos_ids: set[int],
                  defaults: dict, about: str = ""):
@@ -247,6 +284,22 @@ class LLM:
         self.device, self.dtype = weight.device, weight.dtype
         is_packed = any(isinstance(m, packed.QuantLinear) for m in model.modules())
         self.weights = "packed" if is_packed else str(weight.dtype).removeprefix("torch.")
+        self.drafter, self.k = None, "auto"
+        self.batcher = self.new_batcher()
+
+    def new_batcher(self, *, max_batch: int = 16, graphs: bool = True, **options) -> Batcher:
+        """A batcher on this model and cache; options are Batcher's. Use one at a time."""
+        if self.drafter is not None and "drafter" not in options:
+            least = 0.5 if isinstance(self.drafter, speculative.NgramDrafter) else 0.0
+            drafts = speculative.AdaptiveK(least=least) if self.k == "auto" else self.k
+            options.update(drafter=self.drafter, verify=speculative.verify, drafts=drafts)
+        options.setdefault("token_budget", CHUNK)
+        options.setdefault("chunk", min(BESIDE, options["token_budget"]) if self.device.type == "cpu" else None)
+        if graphs and self.device.type == "cuda":
+            options["forward"] = cuda_graphs.Graphs(self.model, self.cache, max_batch)
+        return Batcher(self.model, self.cache, sampling, self.model.config.vocab_size, eos_ids=self.eos_ids,
+                       decoder=lambda ids, stop: StreamDecoder(self.tokenizer, stop, ids), max_batch=max_batch,
+                       **options)
 
     def encode(self, prompt: str, *, raw: bool = False, system: str | None = None) -> list[int]:
         """Ids of a prompt: through the chat template, or as it is if raw."""
@@ -269,191 +322,122 @@ class LLM:
 
     def generate(self, prompts: str | Sequence[str], *, raw: bool = False, system: str | None = None,
                  **options) -> list[Answer]:
-        """The answers to one prompt or several, finished. For options see `answer`."""
+        """The answers to one prompt or several, finished; they are computed together. For options see `answer`.
+
+        One that fails has finish_reason "error" and says why in .error; if it is the only one, RuntimeError is raised.
+        """
         prompts = [prompts] if isinstance(prompts, str) else prompts
-        encoded = [self.encode(p, raw=raw, system=system) for p in prompts]
-        answers = [self.answer(ids, **options) for ids in encoded]  # a wrong option is found before any work
-        for answer in answers:
-            try:
-                for _ in answer:
-                    pass
-            except FloatingPointError:  # one of several ends with finish_reason "error", the others go on
-                if len(answers) == 1:
-                    raise
+        answers = [self.answer(self.encode(p, raw=raw, system=system), **options) for p in prompts]
+        try:
+            for answer in answers:  # a wrong option has been found before any work
+                answer.begin()
+            while any(answer.finish_reason is None for answer in answers):
+                self.batcher.step()
+        finally:
+            for answer in answers:
+                answer.close()
+        if len(answers) == 1:
+            answers[0].raise_error()
         return answers
 
-    def forget(self, seq: str) -> None:
-        """Give back what a conversation kept in the KV cache."""
-        self.cache.free(seq)
-
-    def answer(self, prompt_ids: Sequence[int], *, seq: str | None = None, max_tokens: int | None = None,
-               stop: Sequence[str] | None = None, seed: int | None = None, logprobs: int | None = None,
-               **options) -> Answer:
+    def answer(self, prompt_ids: Sequence[int], **options) -> Answer:
         """An Answer to the prompt: iterate over it to get its text as it is made.
 
-        seq         name of a conversation kept in the KV cache: what prompt_ids share with it is not computed again.
-                    The cache has room for one context, so keep one at a time and `forget` it; None keeps nothing.
         max_tokens  most tokens to generate, the stop token included; None: what the context holds
         stop        strings that end the answer; they and what follows are not part of its text
         seed        None draws a fresh one; the same seed, prompt and options give the same answer
+        n           how many answers, each with its own randomness: .samples has all, the Answer's text is the first's
         logprobs    also the log-probabilities of so many most likely tokens
-        options     temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty,
-                    logit_bias; defaults from the model's generation_config, else greedy
+        min_tokens, ignore_eos, priority, salt    as in batching.Request
+        temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias
+                    defaults from the model's generation_config, else greedy
         Raises ValueError for an empty or too long prompt, ids outside the vocabulary and unknown or senseless options.
         """
-        V = self.model.config.vocab_size
-        try:
-            ids = [index(i) for i in prompt_ids]
-            max_tokens, seed, logprobs = (x if x is None else index(x) for x in (max_tokens, seed, logprobs))
-        except TypeError as error:
-            raise ValueError(f"prompt ids, max_tokens, seed and logprobs are whole numbers: {error}") from None
-        if not ids:
-            raise ValueError("the prompt is empty; give at least one token")
-        bad = next((i for i in ids if not 0 <= i < V), None)
-        if bad is not None:
-            raise ValueError(f"token id {bad} is outside the model's vocabulary of {V}")
-        if len(ids) > self.context:
-            own = self.context == self.model.config.max_seq_len
-            why = "the model's own" if own else "as --context or --kv-memory says"
-            raise ValueError(f"the prompt has {len(ids)} tokens, but the context is {self.context}, {why}; "
-                             "shorten it")
-        if max_tokens is not None and max_tokens < 0:
-            raise ValueError(f"max_tokens is {max_tokens}, but must be 0 or more")
-        if logprobs is not None and not 0 <= logprobs <= V:
-            raise ValueError(f"logprobs is {logprobs}, but must be 0 to {V}")
-        unknown = set(options) - set(SAMPLING)
+        unknown = set(options) - set(SAMPLING) - set(REQUEST)
         if unknown:
-            raise ValueError(f"unknown option {min(unknown)!r}; known are {', '.join(SAMPLING)}")
-        options = {**self.defaults, **{k: v for k, v in options.items() if v is not None}}
-        room = self.context + 1 - len(ids)  # the last token's own K/V is never needed
-        limit = room if max_tokens is None else min(max_tokens, room)
-        stop = [stop] if isinstance(stop, str) else list(stop or ())
-        seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed
-        return Answer(self, ids, seq, limit, StreamDecoder(self.tokenizer, stop, ids), seed, logprobs,
-                      sampling.params([options], V))
+            raise ValueError(f"unknown option {min(unknown)!r}; known are {', '.join((*SAMPLING, *REQUEST))}")
+        options = {k: v for k, v in options.items() if v is not None}
+        if isinstance(options.get("stop"), str):
+            options["stop"] = [options["stop"]]
+        chosen = {**self.defaults, **{k: options.pop(k) for k in SAMPLING if k in options}}
+        request = Request(prompt_ids, sampling=chosen, **options)
+        self.batcher.check(request)
+        return Answer(self, request)
 
 
-@dataclass(eq=False)
 class Answer:
-    """One answer. Iterate over it once for the pieces of its text; the rest of the fields fill up meanwhile.
+    """One answer (or n of them). Iterate over it once for the pieces of its text; the rest fills up meanwhile.
 
     Set `abort` at any time (from a signal handler, say) to end it before the next token.
     """
 
-    llm: LLM = field(repr=False)
-    prompt_ids: list[int] = field(repr=False)
-    seq: str | None
-    limit: int
-    decoder: StreamDecoder = field(repr=False)
-    seed: int
-    n_logprobs: int | None
-    params: sampling.Params = field(repr=False)
-    ids: list[int] = field(default_factory=list)  # generated, the stop token included
-    finish_reason: str | None = None  # stop, length, abort or error
-    cached: int = 0  # prompt tokens that were in the KV cache already
-    logprobs: list[dict] = field(default_factory=list)  # a dict {"id", "logprob", "top"} a token, if asked for
-    abort: bool = False
-    started: bool = False
-    ttft_s: float | None = None  # time to first token, in seconds
-    decode_s: float = 0.0  # spent on the tokens after the first
+    def __init__(self, llm: LLM, request: Request):
+        self.llm, self.request, self.abort = llm, request, False
+        self.ttft_s: float | None = None  # time to first token, in seconds
+        self.decode_s = 0.0  # spent on the tokens after the first
+        self._pieces, self._begun, self._idle_s = deque(), None, 0.0
+        request.on_event = self._hear
 
     @property
-    def text(self) -> str:
-        return self.decoder.text
+    def samples(self) -> list[batching.Sample]:
+        return self.request.samples
+
+    prompt_ids = property(lambda self: self.request.prompt_ids)
+    ids = property(lambda self: self._first("ids", []))  # generated, the stop token included
+    text = property(lambda self: self._first("text", ""))
+    finish_reason = property(lambda self: self._first("finish_reason", None))  # stop, length, abort or error
+    error = property(lambda self: self._first("error", None))
+    cached = property(lambda self: self._first("cached", 0))  # prompt tokens that were in the KV cache already
+    logprobs = property(lambda self: self._first("logprobs", []))  # {"id", "logprob", "top"} a token, if asked for
+
+    def _first(self, name: str, default):
+        return getattr(self.samples[0], name) if self.samples else default
 
     @property
     def tokens_per_s(self) -> float | None:
         """Decoding speed: tokens after the first, by the time they took."""
         return (len(self.ids) - 1) / self.decode_s if len(self.ids) > 1 and self.decode_s > 0 else None
 
-    def __iter__(self) -> Iterator[str]:
-        if self.started:
-            raise ValueError("an answer can be iterated over once; its text and ids are in .text and .ids")
-        self.started = True
-        cache, seq = self.llm.cache, self.seq if self.seq is not None else self
-        try:
-            for piece in self._loop(cache, seq):
-                if piece:
-                    yield piece
-            rest = self.decoder.finish()
-            if rest:
-                yield rest
-        except GeneratorExit:  # whoever iterated has stopped
-            self.finish_reason = self.finish_reason or "abort"
-            raise
-        except BaseException:
-            self.finish_reason = "error"
-            cache.free(seq)  # legal in any state; a conversation is computed anew next time
-            raise
-        finally:
-            if self.seq is None:
-                cache.free(seq)
-
-    def _loop(self, cache: PagedKVCache, seq) -> Iterator[str]:
-        begin = time.perf_counter()  # of this token; the time that the reader takes with a piece is not counted
-        if seq in cache:  # a conversation: what its tokens and the prompt's have in common is kept
-            held = cache.tokens(seq)
-            self.cached = next((i for i, (a, b) in enumerate(zip(held, self.prompt_ids[:-1])) if a != b),
-                               min(len(held), len(self.prompt_ids) - 1))  # at least one token is left to compute
-            cache.trim(seq, self.cached)
-        else:  # blocks that an earlier prompt with the same beginning has left
-            self.cached = cache.add(seq, self.prompt_ids)
-        new = self.prompt_ids[self.cached:]
-        while len(self.ids) < self.limit and not self.abort:
-            logits = self._extend(cache, seq, new)
-            if logits is None:
-                break
-            token = self._draw(logits)
-            self.ids.append(token)
-            seconds, new = time.perf_counter() - begin, [token]
+    def _hear(self, event: batching.Event) -> None:
+        if event.sample == 0 and event.token is not None:
+            seconds = time.perf_counter() - self._begun - self._idle_s
             if self.ttft_s is None:
                 self.ttft_s = seconds
-            else:
-                self.decode_s += seconds
-            if token in self.llm.eos_ids or token in self.decoder.stop_ids:
-                self.finish_reason = "stop"
-                return
-            yield self.decoder.push(token)
-            begin = time.perf_counter()
-            if self.decoder.stopped:
-                self.finish_reason = "stop"
-                return
-        self.finish_reason = "abort" if self.abort else "length"
+            self.decode_s = seconds - self.ttft_s
+        if event.sample == 0 and event.text:
+            self._pieces.append(event.text)
 
-    def _extend(self, cache: PagedKVCache, seq, new: list[int]) -> torch.Tensor | None:
-        """Compute K/V of the new tokens, chunk by chunk -> logits (1, V) after the last; None if aborted between."""
-        for i in range(0, len(new), CHUNK):
-            if self.abort:
-                return None
-            step = cache.extend({seq: new[i: i + CHUNK]})
-            try:
-                with torch.inference_mode():
-                    rows = step.last() if i + CHUNK >= len(new) else step.last({})
-                    logits = self.llm.model(step.tokens, step.positions, step.attend, rows)  # (1, V) or (0, V)
-            except BaseException:
-                cache.rollback(step)
-                raise
-            cache.commit(step)
-        return logits
+    def begin(self) -> None:
+        """Queue it: whoever steps the batcher now computes it too."""
+        if self._begun is not None:
+            raise ValueError("an answer can be iterated over once; its text and ids are in .text and .ids")
+        self._begun = time.perf_counter()
+        self.llm.batcher.add(self.request)
 
-    def _draw(self, logits: torch.Tensor) -> int:
-        p, prompt, output = self.params, None, None
-        if p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0:
-            prompt, output = torch.tensor([self.prompt_ids]), torch.tensor([self.ids], dtype=torch.int64)
-        with torch.inference_mode():
-            probs = sampling.warp(logits, p, prompt, output)  # (1, V)
-            u = sampling.uniforms(self.seed, 0, len(self.ids))
-            token = int(sampling.draw(probs, u))
-            if token < 0:
-                raise FloatingPointError(
-                    f"the model's logits after {len(self.prompt_ids)} + {len(self.ids)} tokens are not finite: "
-                    "damaged weights, or a dtype too narrow for this model (try float32)")
-            if self.n_logprobs is not None:
-                chosen, top_ids, top = sampling.logprobs(logits, torch.tensor([token], device=logits.device),
-                                                         self.n_logprobs)
-                self.logprobs.append({"id": token, "logprob": chosen.item(),
-                                      "top": [[i, x] for i, x in zip(top_ids[0].tolist(), top[0].tolist())]})
-        return token
+    def close(self) -> None:
+        """End it, if it has not ended."""
+        if self._begun is not None:
+            self.llm.batcher.abort(self.request.id)
+
+    def raise_error(self) -> None:
+        if self.error is not None:
+            raise RuntimeError(self.error)
+
+    def __iter__(self) -> Iterator[str]:
+        self.begin()
+        try:
+            while self._pieces or any(s.finish_reason is None for s in self.samples):
+                if self.abort:
+                    self.close()
+                elif not self._pieces:
+                    self.llm.batcher.step()
+                while self._pieces:
+                    begin = time.perf_counter()
+                    yield self._pieces.popleft()
+                    self._idle_s += time.perf_counter() - begin  # the time that the reader takes is not counted
+        finally:
+            self.close()
+        self.raise_error()
 
 
 # ------------------------------------------------------------------ the command line
@@ -462,7 +446,9 @@ EXAMPLES = """examples:
   python generate.py "Why is the sky blue?"
   python generate.py                                           a conversation; Ctrl-D ends it
   python generate.py --raw --max-tokens 40 "Once upon a time"
+  python generate.py --n 4 --temperature 0.8 "Name a cat."      four answers
   cat notes.txt | python generate.py --system "Summarise in one sentence." --temperature 0.7 --seed 1 --json
+  python generate.py --prompts questions.txt --out answers.jsonl           many, 16 at a time; --resume after a kill
 """
 
 
@@ -494,6 +480,20 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, metavar="N", help="the same seed gives the same answer (default: a fresh one)")
     add("--stop", action="append", default=[], metavar="TEXT", help="ends the answer; may be given several times")
     add("--logprobs", type=int, metavar="N", help="with --json, log-probabilities of the N likeliest tokens")
+    add("--n", type=int, default=1, metavar="N", help="so many answers, each with its own randomness (default: 1)")
+    add("--min-tokens", type=int, metavar="N", help="no end before so many tokens (default: 0)")
+    add("--ignore-eos", action="store_true", help="go on after the model's end-of-text token")
+    add("--prompts", metavar="FILE", help="answer a file: a prompt a line, or JSONL with a prompt, messages or "
+        'prompt_ids and parameters of its own a line, and "at", the second of its arrival; - is standard input')
+    add("--out", metavar="FILE", help="with --prompts, where the answers go, JSONL (default: standard output)")
+    add("--resume", action="store_true", help="with --prompts and --out, answer only what is missing in that file")
+    add("--max-batch", type=int, default=16, metavar="N", help="most answers at once (default: 16)")
+    add("--token-budget", type=int, default=CHUNK, metavar="N", help=f"most tokens of one pass (default: {CHUNK})")
+    add("--no-graphs", action="store_true", help="on CUDA, launch kernels one by one")
+    add("--draft", metavar="HOW", help="speculative decoding, which changes no answer: ngram (what followed the same "
+        "words before), or the path of a smaller model of the same vocabulary")
+    add("--k", default="auto", metavar="N", help="with --draft, so many drafts a pass (default: auto, as many as pay)")
+    add("--compare", action="store_true", help="with --draft, answer without it too, and tell how much faster it is")
     add("--context", type=int, metavar="N", help="most tokens of a conversation (default: the model's own, or what the "
                                                  "KV cache has room for)")
     add("--kv-memory", type=float, default=KV_GIB, metavar="GIB",
@@ -516,12 +516,24 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--logprobs needs --json")
     if args.system is not None and args.raw:
         parser.error("--system needs the chat template, which --raw leaves out")
+    if args.prompts is not None and (args.prompt is not None or args.json):
+        parser.error("--prompts takes its prompts from a file and always writes JSON; leave out the prompt and --json")
+    if args.prompts is None and (args.out is not None or args.resume):
+        parser.error("--out and --resume go with --prompts")
+    if args.draft is None and (args.k != "auto" or args.compare):
+        parser.error("--k and --compare go with --draft")
+    if args.compare and (args.prompts is not None or args.json):
+        parser.error("--compare goes with a single prompt, and without --json")
+    args.k = int(args.k) if args.k.isdecimal() else args.k
+    for name in ("max_batch", "token_budget"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}, but must be 1 or more")
     return args
 
 
 def _options(args: argparse.Namespace) -> dict:
-    names = ("max_tokens", "stop", "seed", "logprobs", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
-             "presence_penalty", "frequency_penalty")
+    names = ("max_tokens", "min_tokens", "ignore_eos", "stop", "seed", "n", "logprobs", "temperature", "top_k", "top_p",
+             "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     return {name: getattr(args, name) for name in names}
 
 
@@ -546,10 +558,14 @@ def _ctrl_c_aborts(answer: Answer):
 
 
 def _stream(answer: Answer) -> None:
+    several = answer.request.n > 1  # told one behind the other when they are done
     with _ctrl_c_aborts(answer):
         for piece in answer:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
+            if not several:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+    if several:
+        sys.stdout.write("\n\n".join(f"[{s.index + 1}] {s.text}" for s in answer.samples))
     sys.stdout.write("\n")
     sys.stdout.flush()
 
@@ -560,13 +576,49 @@ def _statistics(llm: LLM, answer: Answer) -> str:
     if answer.ttft_s is not None:
         parts.append(f"first token after {answer.ttft_s:.2f} s")
     speed = f" at {answer.tokens_per_s:.1f} tokens/s" if answer.tokens_per_s else ""
-    return " | ".join([*parts, f"{len(answer.ids)} tokens{speed}", f"{answer.finish_reason}"])
+    several = f" and {len(answer.samples) - 1} more answers" if len(answer.samples) > 1 else ""
+    return " | ".join([*parts, f"{len(answer.ids)} tokens{speed}{several}", *_drafting(llm), f"{answer.finish_reason}"])
+
+
+def _drafting(llm: LLM) -> list[str]:
+    s = llm.batcher.stats
+    if llm.drafter is None or not s.generated:
+        return []
+    rate = f", {s.accepted / s.drafted:.0%} accepted" if s.drafted else ""
+    return [f"{s.drafted} drafts{rate}, {s.generated / s.turns:.2f} tokens a pass"]
+
+
+def _compare(llm: LLM, prompt_ids: Sequence[int], args: argparse.Namespace) -> str:
+    """The same answer with drafts and without, three times in turn, on a cold prefix each."""
+    speeds, ids, drafting = {True: [], False: []}, {True: [], False: []}, llm.batcher
+    options = {**_options(args), "seed": 0 if args.seed is None else args.seed, "n": 1}
+    for round_ in range(3):
+        for on in (True, False):
+            llm.batcher = drafting if on else llm.new_batcher(drafter=None)
+            answer = llm.answer(prompt_ids, salt=f"compare {round_} {on}", **options)
+            list(answer)
+            speeds[on].append(answer.tokens_per_s or 0.0)
+            ids[on] = answer.ids
+    llm.batcher = drafting
+    fast, slow = statistics.median(speeds[True]), statistics.median(speeds[False])
+    if not slow:
+        return "too short an answer to compare speeds"
+    same = "the same tokens" if ids[True] == ids[False] else "not the same tokens (drawn by another rule, or two alike)"
+    return f"with drafts {fast:.1f} tokens/s, without {slow:.1f}: {fast / slow:.2f} times as fast; {same}"
 
 
 def _note_idle_flags(llm: LLM, args: argparse.Namespace) -> None:
     idle = [f for f in ("top_k", "top_p", "min_p", "seed") if getattr(args, f) is not None]
     if idle and args.temperature is None and llm.defaults.get("temperature") == 0 and not args.quiet:
         _say(f"note: --{idle[0].replace('_', '-')} changes nothing at temperature 0; add --temperature")
+
+
+def _sample(s: batching.Sample) -> dict:
+    """What JSON tells of a sample."""
+    found = {"ids": s.ids, "text": s.text, "finish_reason": s.finish_reason}
+    if s.request.logprobs is not None:
+        found["logprobs"] = s.logprobs
+    return found if s.error is None else {**found, "error": s.error}
 
 
 def _one(llm: LLM, prompt: str, args: argparse.Namespace) -> int:
@@ -578,16 +630,21 @@ def _one(llm: LLM, prompt: str, args: argparse.Namespace) -> int:
         with _ctrl_c_aborts(answer):
             for _ in answer:
                 pass
-        result = {"prompt_ids": answer.prompt_ids, "ids": answer.ids, "text": answer.text,
-                  "finish_reason": answer.finish_reason, "ttft_s": answer.ttft_s, "tokens_per_s": answer.tokens_per_s}
+        first, *more = [_sample(s) for s in answer.samples]
+        result = {"prompt_ids": answer.prompt_ids, **{k: v for k, v in first.items() if k != "logprobs"},
+                  "ttft_s": answer.ttft_s, "tokens_per_s": answer.tokens_per_s}
         if args.logprobs is not None:
-            result["logprobs"] = answer.logprobs
+            result["logprobs"] = first["logprobs"]
+        if more:
+            result["samples"] = [first, *more]
         unicode = (sys.stdout.encoding or "").lower() in ("utf-8", "utf8")
         print(json.dumps(result, ensure_ascii=not unicode), flush=True)
     else:
         _stream(answer)
     if not args.quiet:
         _say(_statistics(llm, answer))
+    if args.compare and answer.finish_reason != "abort":
+        _say(_compare(llm, answer.prompt_ids, args))
     return 130 if answer.finish_reason == "abort" else 0
 
 
@@ -611,11 +668,12 @@ def _fit(llm: LLM, messages: Sequence[dict], room: int) -> tuple[list[int], list
 
 
 def _chat(llm: LLM, args: argparse.Namespace) -> int:
-    """A conversation. Its history stays in the KV cache: of each turn only the new part is computed."""
+    """A conversation. Its history is a prefix that the KV cache knows: of each turn only the new part is computed."""
     with suppress(ImportError):
         import readline  # noqa: F401  line editing in input()
-    if args.raw or args.json:
-        raise ValueError(f"give a prompt with {'--raw' if args.raw else '--json'}; a conversation goes without")
+    needs = next((f for f, on in (("--raw", args.raw), ("--json", args.json), ("--n", args.n > 1)) if on), None)
+    if needs:
+        raise ValueError(f"give a prompt with {needs}; a conversation goes without")
     messages = [{"role": "system", "content": args.system}] if args.system is not None else []
     options, turn = _options(args), 0
     llm.answer(llm.encode_chat([*messages, {"role": "user", "content": ""}]), **options)  # mistakes show now, not later
@@ -636,7 +694,7 @@ def _chat(llm: LLM, args: argparse.Namespace) -> int:
         try:
             asked = [*messages, {"role": "user", "content": text}]
             ids, kept = _fit(llm, asked, min(args.max_tokens, llm.context // 4))
-            answer = llm.answer(ids, seq="chat", **options)
+            answer = llm.answer(ids, **options)
             _stream(answer)
         except (ValueError, ArithmeticError, RuntimeError) as error:  # the conversation stays as it was
             if args.debug:
@@ -652,6 +710,122 @@ def _chat(llm: LLM, args: argparse.Namespace) -> int:
             _say(_statistics(llm, answer))
 
 
+def _load(args: argparse.Namespace) -> LLM:
+    return load(args.model, dtype=args.dtype, device=args.device, context=args.context, repack=args.repack,
+                kv_dtype=args.kv_dtype, kv_memory=args.kv_memory, max_batch=args.max_batch,
+                token_budget=args.token_budget, graphs=not args.no_graphs, draft=args.draft, k=args.k)
+
+
+class _Job:
+    """A file of prompts to a file of answers, as they finish."""
+
+    def __init__(self, llm: LLM, args: argparse.Namespace, results: prompt_files.Results, bar):
+        self.llm, self.results, self.bar = llm, results, bar
+        self.raw, self.system, self.quiet = args.raw, args.system, args.quiet
+        self.options = {k: v for k, v in _options(args).items() if v is not None and v != []}
+        self.times: list[traffic.Timeline] = []  # a sample each
+        self.lines = prompt_files.read_prompts(args.prompts)
+        self.waiting: list[tuple[float, int, prompt_files.Line]] = []  # a heap of those read, by arrival
+        self.done = self.broken = 0
+        self.begin = time.perf_counter()
+
+    def run(self) -> None:
+        batcher, more = self.llm.batcher, True
+        while more or self.waiting or batcher.live:
+            while more and len(self.waiting) < AHEAD:
+                line = next(self.lines, None)
+                more = line is not None
+                if more:
+                    self._read(line)
+            now = time.perf_counter() - self.begin
+            while self.waiting and self.waiting[0][0] <= now and len(batcher.live) < 2 * batcher.max_batch:
+                self._submit(heappop(self.waiting)[2])
+            if batcher.live:
+                batcher.step()
+            elif self.waiting:
+                time.sleep(min(0.05, max(0.0, self.waiting[0][0] - now)))
+
+    def _read(self, line: prompt_files.Line) -> None:
+        if line.error is None:  # what is asked of all is asked of this one, and part of what its answer is known by
+            own = {"raw": self.raw, "system": self.system} if isinstance(line.prompt, str) else {}
+            options = {**self.options, **{k: v for k, v in own.items() if v}, "model": self.llm.name, **line.options}
+            line = line._replace(options=options)
+        if self.results.done(line):
+            self.done += 1
+        else:
+            heappush(self.waiting, (line.at, line.number, line))
+
+    def _submit(self, line: prompt_files.Line) -> None:
+        if line.error is not None:
+            return self._finish(prompt_files.head(line), line.error)
+        options = {k: v for k, v in line.options.items() if k not in ("raw", "system", "model")}
+        try:
+            if isinstance(line.prompt, str):
+                ids = self.llm.encode(line.prompt, raw=line.options.get("raw", False),
+                                      system=line.options.get("system"))
+            elif isinstance(line.prompt[0], dict):
+                ids = self.llm.encode_chat(line.prompt)
+            else:
+                ids = line.prompt
+            answer = self.llm.answer(ids, **options)
+            n = answer.request.n
+            answer.request.on_event = partial(self._hear, line, answer, [traffic.Timeline(line.at) for _ in range(n)],
+                                              set(range(n)))
+            answer.begin()
+        except ValueError as error:
+            why = f"line {line.number}: {' '.join(str(error).split())}"
+            self._finish({**prompt_files.head(line), "error": why, "finish_reason": "error"}, why)
+
+    def _hear(self, line: prompt_files.Line, answer: Answer, times: list[traffic.Timeline], running: set[int],
+              event: batching.Event) -> None:
+        if event.token is not None:
+            times[event.sample].times.append(time.perf_counter() - self.begin)
+        if event.finish_reason is not None:
+            running.discard(event.sample)
+        if running or event.finish_reason is None:
+            return
+        self.times += times
+        record = {**prompt_files.head(line), "prompt_tokens": len(answer.prompt_ids), "cached_tokens": answer.cached,
+                  "samples": [_sample(s) for s in answer.samples],
+                  **{f"{name}_s": getattr(times[0], name) for name in ("ttft", "tpot", "e2e")}}
+        errors = [s.error for s in answer.samples if s.error]
+        self._finish(record, f"line {line.number}: {errors[0]}" if errors else None)
+
+    def _finish(self, record: dict, error: str | None) -> None:
+        self.results.write(record)
+        self.bar.update()
+        if error is not None:
+            self.broken += 1
+            if not self.quiet:
+                self.bar.write(f"error: {error}", file=sys.stderr)
+
+    def about(self) -> str:
+        """The summary, for people."""
+        s, wall = self.llm.batcher.stats, time.perf_counter() - self.begin
+        parts = [traffic.describe(traffic.summary(self.times, wall))]
+        hits = f", {s.cached / s.prompt:.0%} of them cached" if s.prompt else ""
+        parts.append(f"{s.prompt:,} prompt tokens{hits}; {s.preempted:,} preemptions; {self.broken} errors"
+                     + (f"; {self.done} were answered before" if self.done else ""))
+        return "\n".join(parts)
+
+
+def _many(llm: LLM, args: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    if not args.quiet:
+        _say(llm.about)
+    with prompt_files.Results(args.out, args.resume) as results, \
+            tqdm(unit=" prompts", file=sys.stderr, disable=args.quiet or None) as bar:
+        job = _Job(llm, args, results, bar)
+        try:
+            job.run()
+        finally:
+            bar.close()
+            if not args.quiet:
+                _say(job.about())
+    return 1 if job.broken else 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -664,14 +838,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.threads:
             torch.set_num_threads(args.threads)
         prompt = args.prompt
+        if args.prompts is not None:
+            return _many(_load(args), args)
         if sys.stdout is None or (prompt is None and sys.stdin is None):
             raise ValueError("standard output, or standard input without a prompt, is closed")
         if prompt is None and not sys.stdin.isatty():
             prompt = sys.stdin.read() if args.raw else sys.stdin.read().strip("\n")
         if prompt is not None and not prompt.strip() and not args.raw:
             raise ValueError("the prompt is empty")
-        llm = load(args.model, dtype=args.dtype, device=args.device, context=args.context,
-                   repack=args.repack, kv_dtype=args.kv_dtype, kv_memory=args.kv_memory)
+        llm = _load(args)
         return _chat(llm, args) if prompt is None else _one(llm, prompt, args)
     except KeyboardInterrupt:
         return 130

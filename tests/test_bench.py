@@ -29,7 +29,7 @@ def test_the_card_names_the_machine(capsys):
 
 def test_latency_beside_transformers(capsys, folder):
     code, out, result = run(capsys, "latency", "--model", folder, "--dtype", "float32", "--peer", "transformers",
-                            "--prompt", "20", "--contexts", "4", "20", "--tokens", "3", "--rounds", "2")
+                            "--prompts", "20", "--contexts", "4", "20", "--tokens", "3", "--rounds", "2")
     assert code == 0 and "| engine" in out and "torch" in out
     ours, theirs = result["tokens_per_s"]
     assert ours == "nanoinfer float32" and theirs.startswith("transformers")
@@ -45,10 +45,13 @@ def test_the_engines_compute_the_same_tokens(folder):
     engines = [bench.Ours(generate.load(folder, dtype="float32")), bench.Transformers(folder, torch.float32)]
     answers = []
     for engine in engines:
-        tokens = [engine.prefill(list(range(5, 25)))]
-        tokens += [engine.decode(tokens[-1]) for _ in range(10)]
+        prompts = [list(range(5, 25)), list(range(105, 125))]
+        tokens = [engine.prefill(prompts)]
+        for _ in range(10):
+            tokens.append(engine.decode(tokens[-1]))
         answers.append(tokens)
-        assert engine.prefill(list(range(5, 25))) == tokens[0], "prefill forgets what was before"
+        assert engine.prefill(prompts) == tokens[0], "prefill forgets what was before"
+        assert engine.prefill(prompts[1:]) == tokens[0][1:], "a batch of one says the same"
     assert answers[0] == answers[1]
 
 
@@ -56,16 +59,15 @@ def test_llama_cpp_continues_with_our_tokens(default_gguf):
     pytest.importorskip("llama_cpp")
     ours = bench.Ours(generate.load(default_gguf, dtype="float32"))
     ids = ours.llm.encode("The capital of France is", raw=True)
-    peer = bench.LlamaCpp(default_gguf, False, 64)
-    tokens, theirs = [ours.prefill(ids)], [peer.prefill(ids)]
-    for _ in range(8):
-        theirs.append(peer.decode(tokens[-1]))  # fed with our tokens
-        tokens.append(ours.decode(tokens[-1]))
-    with torch.inference_mode():
-        logits = ours.llm.model(torch.tensor([ids + tokens]))[0, len(ids) - 1: -1]
-    best = logits.max(-1).values - logits.gather(1, torch.tensor(theirs)[:, None])[:, 0]
-    assert tokens == logits.argmax(-1).tolist() and best.max() < 1, "llama.cpp rounds activations to 8 bits, no more"
-    assert theirs[0] == tokens[0] and sum(a == b for a, b in zip(tokens, theirs)) >= 7
+    prompts = [ids, ids[::-1], ids]
+    for requantize, share in ((None, 0.9), ("Q4_0", 0.6)):  # it rounds activations to 8 bits; Q4_0 the weights as well
+        peer = bench.LlamaCpp(default_gguf, False, 64, batch=3, requantize=requantize)
+        tokens, theirs = [ours.prefill(prompts)], [peer.prefill(prompts)]
+        for _ in range(8):
+            theirs.append(peer.decode(tokens[-1]))  # fed with our tokens
+            tokens.append(ours.decode(tokens[-1]))
+        alike = [a == b for mine, yours in zip(tokens, theirs) for a, b in zip(mine, yours)]
+        assert sum(alike) >= share * len(alike)
 
 
 def test_perplexity_is_the_exponential_of_the_mean_loss(capsys, folder, tmp_path):
@@ -88,7 +90,7 @@ def test_several_types_are_compared_in_one_run(capsys, folder, tmp_path):
     _, out, result = run(capsys, "perplexity", str(tmp_path / "text.txt"), *flags, "--window", "32")
     wide, narrow = result["perplexity"]["float64"], result["perplexity"]["bfloat16"]
     assert 0 < abs(wide - narrow) < 0.05 * wide and "% beside float64" in out
-    _, _, result = run(capsys, "latency", *flags, "--prompt", "8", "--contexts", "4", "--tokens", "2", "--rounds", "1")
+    _, _, result = run(capsys, "latency", *flags, "--prompts", "8", "--contexts", "4", "--tokens", "2", "--rounds", "1")
     assert list(result["tokens_per_s"]) == ["nanoinfer float64", "nanoinfer bfloat16"]
     assert list(result["ratios"]["nanoinfer bfloat16"]) == ["prefill 8", "decode at 4", "matmuls alone"]
     alike = str(generate.load(folder).dtype).removeprefix("torch.")  # what auto is for an unquantized model
@@ -111,8 +113,8 @@ def test_matmuls_are_those_of_a_step(folder, default_gguf):
 @pytest.mark.parametrize("argv, mentions", [
     (["perplexity", "nowhere.txt"], "nowhere.txt"), (["perplexity", "pydoc", "--window", "0"], "--window"),
     (["latency", "--rounds", "0"], "--rounds"),
-    (["latency", "--peer", "llama.cpp", "--prompt", "8", "--contexts", "4"], ".gguf"),
-    (["latency", "--prompt", "1000"], "1000"),
+    (["latency", "--peer", "llama.cpp", "--prompts", "8", "--contexts", "4"], ".gguf"),
+    (["latency", "--prompts", "1000"], "1000"),
 ])
 def test_wrong_input_is_one_line_and_exit_code_2(capsys, folder, argv, mentions):
     code, _, err = run(capsys, *argv, "--model", folder)
@@ -152,3 +154,32 @@ def test_perplexity_of_the_default_model(default_gguf, capsys):
     assert abs(result["perplexity"]["bfloat16"] / 12.88 - 1) < 0.01
     _, _, result = run(capsys, "perplexity", "pydoc", "--dtype", "float32", "--dtype", "auto", "--windows", "4")
     assert abs(result["perplexity"]["packed"] / result["perplexity"]["float32"] - 1) < 0.005
+
+
+def test_serve_measures_what_it_says(capsys, folder):
+    """Every part runs, every request gets its tokens, and the counted figures agree; no speed is looked at."""
+    code, out, result = run(capsys, "serve", "--model", folder, "--dtype", "float32", "--requests", "6", "--slots", "3",
+                            "--prompt", "8", "--output", "4", "--streams", "2", "--long", "40", "--rate", "50",
+                            "--shared", "16", "--rounds", "2")
+    assert code == 0 and "continuous is faster by" in out and "goodput" in out
+    assert [len(result[part]) for part in ("mix", "spike", "arrivals")] == [2, 2, 2]
+    assert list(result["mix"][0]) == ["static, padded", "static, ended rows dropped", "continuous"]
+    on, off = result["medians"]["arrivals"]["prefix cache"], result["medians"]["arrivals"]["without"]
+    assert on["requests"] == on["answered"] == off["requests"] == 6 and on["tokens"] == off["tokens"]
+    assert on["cached"] > 0.2 and off["cached"] == 0 and on["ttft_s"]["p50"] > 0
+    assert result["medians"]["spike"]["chunked"].keys() == result["medians"]["spike"]["whole"].keys()
+
+
+def test_static_batching_computes_for_nobody(folder):
+    """Padded static batching takes as many steps as its longest answers; continuous as many as there is work."""
+    from benchmarks import serve
+
+    llm, steps = generate.load(folder, dtype="float32"), {}
+    for static in ("pad", "drop", None):
+        batcher = llm.new_batcher(max_batch=2, static=static)
+        asked = [(0.0, serve.request([5] * n, n, f"{static}{i}")) for i, n in enumerate((2, 9, 3, 12))]
+        found = serve.drive(batcher, asked)
+        assert [len(t.times) for t in found["timelines"]] == [2, 9, 3, 12]
+        steps[static] = (batcher.stats.steps, batcher.stats.computed)
+    assert steps["pad"][0] == steps["drop"][0] == 9 + 12 and steps[None][0] < 9 + 12
+    assert steps["pad"][1] > steps["drop"][1] == steps[None][1]

@@ -56,7 +56,7 @@ def test_a_prompt_longer_than_a_chunk(llm, monkeypatch):
     ids = list(range(40))
     whole = naive(llm, ids, 8)
     for chunk in (1, 7, 39, 40, 41):
-        monkeypatch.setattr(generate, "CHUNK", chunk)
+        llm.batcher = llm.new_batcher(token_budget=chunk)
         answer = llm.answer(ids, max_tokens=8)
         list(answer)
         assert answer.ids == whole, chunk
@@ -104,7 +104,7 @@ def test_d05_any_of_several_end_tokens_stops(llm):
     free = naive(llm, ids, 20)
     for position in (0, 3, 7):
         end = free[position]
-        llm.eos_ids = {269, end, 268}
+        llm.batcher.eos_ids = {269, end, 268}
         answer = llm.answer(ids, max_tokens=20)
         text = "".join(answer)
         stop = free.index(end)
@@ -167,23 +167,20 @@ def test_d16_ids_include_the_stop_token_and_text_does_not(llm):
     """D16 (lvyufeng/PocketLLM PR #133; InternLM/lmdeploy PR #1823): one rule for ids, text, logprobs and reason; both
     follow-ups, with and without the end token, equal their cold runs."""
     free = naive(llm, list(b"hello"), 12)
-    llm.eos_ids = {free[4]}
+    llm.batcher = llm.new_batcher()
+    llm.batcher.eos_ids = {free[4]}
     stop = free.index(free[4])
-    first = llm.answer(list(b"hello"), seq="chat", logprobs=1)
+    first = llm.answer(list(b"hello"), logprobs=1)
     text = "".join(first)
     assert first.ids == free[: stop + 1] and text == llm.tokenizer.decode(free[:stop])
     assert len(first.logprobs) == len(first.ids) and first.finish_reason == "stop"
     for tail in (first.ids[:-1], first.ids):
-        prompt = first.prompt_ids + tail + list(b"!")
-        warm, cold = llm.answer(prompt, seq="chat", max_tokens=4), llm.answer(prompt, max_tokens=4)
-        list(warm)
-        llm.cache.trim("chat", len(first.prompt_ids) + stop)
-        assert warm.cached == len(first.prompt_ids) + stop
-        llm.forget("chat")
-        list(cold)
-        assert warm.ids == cold.ids
-        list(llm.answer(first.prompt_ids + first.ids, seq="chat", max_tokens=0))
-        list(llm.answer(first.prompt_ids, seq="chat"))
+        prompt = first.prompt_ids + tail + list(b"!" * 20)
+        answers = [llm.answer(prompt, max_tokens=4, salt=salt) for salt in ("a", "a", "b")]
+        for answer in answers:
+            list(answer)
+        assert [a.cached for a in answers] == [0, (len(prompt) - 1) // 16 * 16, 0]
+        assert answers[0].ids == answers[1].ids == answers[2].ids
 
 
 def test_an_answer_is_iterated_over_once_and_its_speed_is_its_own(llm):
@@ -224,18 +221,17 @@ def test_abort_keeps_what_was_made(llm):
 
 
 def test_whoever_stops_iterating_leaves_nothing_behind(llm):
-    for seq in (None, "kept"):
-        answer = llm.answer(list(b"hello"), seq=seq, max_tokens=30)
-        pieces = iter(answer)
-        next(pieces)
-        pieces.close()
-        assert answer.finish_reason == "abort"
-        llm.cache.check()
-    assert llm.cache.tokens("kept")[:5] == list(b"hello")
+    answer = llm.answer(list(b"hello"), max_tokens=30)
+    pieces = iter(answer)
+    next(pieces)
+    pieces.close()
+    assert answer.finish_reason == "abort" and not llm.batcher.live
+    llm.cache.check()
+    assert llm.cache.n_free == llm.cache.n_blocks
 
 
 def test_an_exception_in_the_model_leaves_the_cache_whole(llm, monkeypatch):
-    answer = llm.answer(list(b"hello"), seq="kept", max_tokens=30)
+    answer = llm.answer(list(b"hello"), max_tokens=30)
     calls = []
     forward = llm.model.forward
 
@@ -251,27 +247,29 @@ def test_an_exception_in_the_model_leaves_the_cache_whole(llm, monkeypatch):
     llm.cache.check()
     assert llm.cache.n_free == llm.cache.n_blocks and answer.finish_reason == "error"
     monkeypatch.setattr(llm.model, "forward", forward)
-    again = llm.answer(list(b"hello"), seq="kept", max_tokens=5)
+    again = llm.answer(list(b"hello"), max_tokens=5)
     list(again)
     assert again.ids == naive(llm, list(b"hello"), 5)
 
 
-def test_a_kept_conversation_computes_only_what_is_new(llm):
-    first = llm.answer(list(b"hello"), seq="chat", max_tokens=6)
-    list(first)
-    llm.eos_ids = set()
-    more = first.prompt_ids + first.ids + list(b"more")
-    second = llm.answer(more, seq="chat", max_tokens=6)
-    list(second)
-    assert second.cached == len(first.prompt_ids) + len(first.ids) - 1  # the last token's K/V was not computed yet
-    assert second.ids == naive(llm, more, 6)
-    repeat = llm.answer(more, seq="chat", max_tokens=6)  # a whole prompt that is cached leaves one token to compute
-    list(repeat)
-    assert repeat.cached == len(more) - 1 and repeat.ids == second.ids
-    other = llm.answer(list(b"help"), seq="chat", max_tokens=6)  # shares "hel" only
-    list(other)
-    assert other.cached == 3 and other.ids == naive(llm, list(b"help"), 6)
+def test_prompts_are_answered_together(llm):
+    prompts = ["hello", "a", "some more words", "hello"]
+    together = llm.generate(prompts, raw=True, max_tokens=12)
+    assert [a.ids for a in together] == [naive(llm, list(p.encode()), 12) for p in prompts]
+    assert llm.batcher.stats.steps < 12 + 3, "twelve tokens each, in about twelve passes"
     llm.cache.check()
+    with pytest.raises(ValueError, match="empty"):
+        llm.generate(["fine", ""], raw=True)
+    assert not llm.batcher.live, "one wrong prompt: none is begun"
+
+
+def test_several_answers_to_one_prompt(llm):
+    answer, = llm.generate("hello", raw=True, n=3, temperature=1.0, seed=4, max_tokens=8)
+    assert len({tuple(s.ids) for s in answer.samples}) == 3 and answer.ids == answer.samples[0].ids
+    alone, = llm.generate("hello", raw=True, temperature=1.0, seed=4, max_tokens=8)
+    assert alone.ids == answer.ids, "the first of n is what one alone would be"
+    with pytest.raises(ValueError, match="n is 17, but must be 1 to 16"):
+        llm.generate("hello", raw=True, n=17)
 
 
 def test_s12_nan_logits_end_with_an_error(tmp_path):
@@ -279,7 +277,7 @@ def test_s12_nan_logits_end_with_an_error(tmp_path):
     folder = tiny_folder(tmp_path / "m", scale=float("nan"))
     llm = generate.load(folder, dtype="float32")
     for temperature in (0, 1):
-        with pytest.raises(FloatingPointError, match="not finite"):
+        with pytest.raises(RuntimeError, match="not finite"):
             llm.generate("x", raw=True, temperature=temperature)
     assert [a.finish_reason for a in llm.generate(["x", "y"], raw=True)] == ["error", "error"]
     assert llm.cache.n_free == llm.cache.n_blocks
@@ -389,9 +387,9 @@ def test_debug_shows_the_traceback(folder):
         generate.main(["x", "--model", folder, "--temperature", "-1", "--debug"])
 
 
-def test_help_shows_defaults_and_four_examples(capsys):
+def test_help_shows_defaults_and_examples(capsys):
     code, out, _ = run(capsys, "--help")
-    assert code == 0 and out.count("python generate.py") == 4
+    assert code == 0 and out.count("python generate.py") == 6
     flags = """--model --raw --system --max-tokens --temperature --top-k --top-p --min-p --repetition-penalty
         --presence-penalty --frequency-penalty --seed --stop --logprobs --dtype --device --threads --json --quiet
         --debug"""
@@ -441,15 +439,15 @@ def test_ctrl_c_at_the_prompt_or_before_the_first_token_costs_no_history(capsys,
     folder = tiny_folder(tmp_path / "m", max_position_embeddings=1024)
     asked, encode = [], generate.LLM.encode_chat
     monkeypatch.setattr(generate.LLM, "encode_chat", lambda llm, m: asked.append(list(m)) or encode(llm, m))
-    extend, aborted = generate.Answer._extend, []
+    begin, aborted = generate.Answer.begin, []
 
-    def abort_second(answer, cache, seq, new):
+    def abort_second(answer):
+        begin(answer)
         if "two" in asked[-1][-1]["content"] and not aborted:
             aborted.append(1)
             answer.abort = True
-        return extend(answer, cache, seq, new)
 
-    monkeypatch.setattr(generate.Answer, "_extend", abort_second)
+    monkeypatch.setattr(generate.Answer, "begin", abort_second)
     code, _, err = talk(capsys, monkeypatch, folder, ["one", KeyboardInterrupt, "two", "three"], "--max-tokens", "5")
     assert code == 0 and aborted
     roles = [m["role"] for m in asked[-1]]
@@ -467,12 +465,94 @@ def test_a_long_conversation_drops_its_oldest_turns_and_says_so(capsys, monkeypa
     assert err.count(" | prompt ") == 4
 
 
+# ------------------------------------------------------------------ a file of prompts
+
+
+def records(path) -> dict:
+    with open(path, encoding="utf-8") as f:
+        return {record["id"]: record for record in map(json.loads, f)}
+
+
+def test_a_file_of_prompts(capsys, monkeypatch, folder, llm, tmp_path):
+    """Every line is answered as it would be alone, a broken one is named, whatever its own parameters are."""
+    asked, out = tmp_path / "asked.jsonl", tmp_path / "answers.jsonl"
+    lines = [{"prompt": "hello"}, {"prompt": "raw", "raw": True, "id": "r", "max_tokens": 3, "logprobs": 1},
+             {"prompt_ids": list(b"hello"), "temperature": 1.0, "seed": 5, "n": 3}, {"prompt": "x", "temperature": -1},
+             {"messages": [{"role": "user", "content": "hello"}], "at": 0.3, "id": "late"}, {"prompt": "x" * 70}]
+    asked.write_text("\n".join(["{broken", *map(json.dumps, lines)]) + "\n")
+    code, text, err = run(capsys, "--model", folder, "--dtype", "float64", "--max-tokens", "9", "--prompts", str(asked),
+                          "--out", str(out))
+    found = records(out)
+    assert code == 1 and text == "" and list(found)[-1] == "late" and len(found) == 7
+    assert found[None]["finish_reason"] == "error" and "line 1: not JSON" in found[None]["error"]
+    assert "error: line 1" in err
+    assert "temperature is -1" in found[5]["error"] and "tokens, but the context is 64" in found[7]["error"]
+    hello, = llm.generate("hello", max_tokens=9)
+    for id in (2, "late"):
+        assert found[id]["samples"] == [{"ids": hello.ids, "text": hello.text, "finish_reason": hello.finish_reason}]
+    raw, = llm.generate("raw", raw=True, max_tokens=3)
+    assert found["r"]["samples"][0]["ids"] == raw.ids and len(found["r"]["samples"][0]["logprobs"]) == 3
+    several, = llm.generate("hello", raw=True, max_tokens=9, n=3, temperature=1.0, seed=5)
+    assert [s["ids"] for s in found[4]["samples"]] == [s.ids for s in several.samples]
+    assert found["late"]["ttft_s"] > 0 and found[2]["prompt_tokens"] == len(hello.prompt_ids)
+    assert "6 requests, " in err and "TTFT" in err and "3 errors" in err and "preemptions" in err
+
+
+def test_a_file_of_prompts_is_resumed(capsys, monkeypatch, folder, tmp_path):
+    """What has been answered with the same parameters is not answered again; what is cut short is."""
+    asked, out = tmp_path / "asked.txt", tmp_path / "answers.jsonl"
+    asked.write_text("one\n\ntwo\nthree\n")
+    flags = ["--model", folder, "--max-tokens", "4", "--prompts", str(asked), "--out", str(out)]
+    assert run(capsys, *flags)[0] == 0
+    first = records(out)
+    assert list(first) == [1, 3, 4]
+    code, _, err = run(capsys, *flags)
+    assert code == 2 and "--resume" in err and records(out) == first, "nothing is overwritten"
+    whole = out.read_bytes()
+    out.write_bytes(whole[:-20])
+    code, _, err = run(capsys, *flags, "--resume")
+    assert code == 0 and "2 were answered before" in err
+    again = records(out)
+    assert {i: r["samples"] for i, r in again.items()} == {i: r["samples"] for i, r in first.items()}
+    code, _, err = run(capsys, *flags, "--resume", "--max-tokens", "5")
+    assert "were answered before" not in err and [len(r["samples"][0]["ids"]) for r in records(out).values()] == [5] * 3
+
+
+@pytest.mark.parametrize("flags, mentions", [
+    (["--prompts", "x", "hello"], "leave out the prompt"), (["--prompts", "x", "--json"], "--json"),
+    (["--out", "x", "hello"], "--prompts"), (["--resume", "hello"], "--prompts"),
+    (["--prompts", "no such file"], "cannot be read"), (["--max-batch", "0", "hello"], "--max-batch is 0"),
+    (["--token-budget", "0", "hello"], "--token-budget is 0"), (["--n", "17", "hello"], "n is 17")])
+def test_what_cannot_be_a_job_is_refused(capsys, folder, flags, mentions):
+    code, out, err = run(capsys, *flags, "--model", folder, "--quiet")
+    assert code == 2 and out == "" and err.count("\n") == 1 and mentions in err
+
+
 # ------------------------------------------------------------------ the command line, as a process
 
 
 def start(*argv, **options) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, str(ROOT / "generate.py"), *argv], stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, **options)
+
+
+def test_a_job_that_is_killed_and_resumed_answers_every_line_once(folder, tmp_path):
+    asked, out = tmp_path / "asked.jsonl", tmp_path / "answers.jsonl"
+    lines = [{"prompt": f"number {i}", "id": i, "ignore_eos": True} for i in range(40)]
+    asked.write_text("\n".join(map(json.dumps, lines)))
+    flags = ("--model", folder, "--max-tokens", "30", "--max-batch", "2", "--prompts", str(asked), "--out", str(out))
+    process, deadline = start(*flags), time.monotonic() + 120
+    while time.monotonic() < deadline and (not out.exists() or out.read_bytes().count(b"\n") < 3):
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    before = out.read_bytes()
+    assert 3 <= before.count(b"\n") < 40, "killed half-way"
+    process = start(*flags, "--resume")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0 and "were answered before" in err
+    ids = [json.loads(line)["id"] for line in out.read_text().splitlines()]
+    assert sorted(ids) == list(range(40)) and out.read_bytes().startswith(before[: before.rfind(b"\n") + 1])
 
 
 def test_ctrl_c_ends_the_answer_with_dignity(default_gguf):
@@ -618,5 +698,5 @@ def test_the_pool_is_sized_by_memory(tmp_path):
     for wrong in ({"kv_memory": 0}, {"kv_memory": float("nan")}, {"kv_dtype": "int4"}):
         with pytest.raises(ValueError, match=r"KV cache of|kv_dtype 'int4'"):
             generate.load(folder, **wrong)
-    roomy = generate.load(folder, dtype="float32")
-    assert roomy.context == 4096 and roomy.cache.n_blocks == 512, "two contexts: one in use, one of earlier prompts"
+    roomy = generate.load(folder, dtype="float32", max_batch=4)
+    assert roomy.context == 4096 and roomy.cache.n_blocks == 4 * 256, "as many contexts as can be in use at once"

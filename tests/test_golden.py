@@ -70,3 +70,38 @@ def test_the_whole_way_from_a_question_to_the_golden_ids(default_gguf):
     answer, = llm.generate("Why is the sky blue?", temperature=0, max_tokens=60)
     assert answer.prompt_ids == PROMPT and answer.ids == ANSWER and answer.finish_reason == "length"
     assert answer.text.startswith("The answer to this question lies in the intricate dance of light and color. The sky")
+
+
+@pytest.mark.slow
+def test_greedy_tokens_are_the_same_with_every_drafter(default_gguf):
+    """200 prompts, 16 at a time, with n-grams (k fixed and adaptive) and with a draft model: token for token what plain
+    decoding says, but where the two likeliest tokens are closer than rounding."""
+    from pydoc_data.topics import topics
+
+    llm = generate.load(default_gguf, dtype="float32", context=256)
+    text = llm.tokenizer.encode("\n".join(topics[key] for key in sorted(topics))[:20000])
+    prompts = [text[17 * i: 17 * i + 4 + i % 13] for i in range(200)]
+
+    def say(drafter, drafts) -> tuple[list[list[int]], generate.batching.Stats]:
+        how = {} if drafter is None else {"verify": generate.speculative.verify, "drafts": drafts}
+        batcher = llm.new_batcher(drafter=drafter, **how)
+        requests = [generate.Request(p, max_tokens=8, sampling={"temperature": 0}, ignore_eos=True) for p in prompts]
+        for _ in batcher.run(requests):
+            pass
+        llm.cache.check()
+        return [r.samples[0].ids for r in requests], batcher.stats
+
+    wanted, _ = say(None, 0)
+    small = generate._drafter(llm, default_gguf, {"context": 256, "max_batch": 16})
+    adaptive = generate.speculative.AdaptiveK()
+    for drafter, drafts in ((generate.speculative.NgramDrafter(), 3), (generate.speculative.NgramDrafter(), adaptive),
+                            (small, 3)):
+        found, stats = say(drafter, drafts)
+        assert drafts is adaptive or stats.accepted > 20
+        for prompt, a, b in zip(prompts, wanted, found):
+            j = next((j for j, (x, y) in enumerate(zip(a, b)) if x != y), None)
+            if j is not None:
+                with torch.inference_mode():
+                    best = llm.model(torch.tensor([prompt + a[:j]]))[0, -1].topk(2).values
+                assert best[0] - best[1] < 1e-3, f"{prompt} differs at {j}, and it is no tie"
+    assert stats.accepted > 0.8 * stats.drafted, "the draft model is the same one, its weights packed"
