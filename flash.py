@@ -23,9 +23,10 @@ With FEW: tiles of 16 rows, and the walk itself is cut into pieces of SPLIT keys
 multiprocessor busy and leave a hundred idle. Form, tile and pieces follow from the sequence alone, never from the
 batch or the number of multiprocessors, so a row gets the same bits whoever shares its batch.
 
-The file imports anywhere and needs triton and a GPU only when called; the PyTorch version of `paged_attention`, with
-the same signature, is in attention.py. Left out on purpose: gradients, dropout, other masks, matrix products in 8 bits
-(the caches are widened in the kernel), tiles found by trying (they are written down below, per chip).
+The file imports anywhere and needs triton and an NVIDIA GPU only when called; the PyTorch version of
+`paged_attention`, with the same signature, is in attention.py. Left out on purpose: gradients, dropout, other masks,
+matrix products in 8 bits (the caches are widened in the kernel), AMD's GPUs (whose shared memory the tiles exceed),
+tiles found by trying (they are written down below, per chip).
 
 Shapes: B sequences, N packed tokens, H query heads, G KV heads, D head_dim, S keys, T queries of a sequence.
 """
@@ -38,7 +39,7 @@ from collections.abc import Iterator
 import torch
 
 triton = None
-if torch.version.cuda or torch.version.hip or "TRITON_INTERPRET" in os.environ:  # else 0.3 s of importing for nothing
+if torch.version.cuda or "TRITON_INTERPRET" in os.environ:  # else 0.3 s of importing for nothing
     try:
         import triton
         import triton.language as tl
@@ -73,7 +74,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     SPLIT keys: 4 (D + 1) H bytes for each of B * min(max_q, FEW) rows and each SPLIT of those keys.
     ValueError for arguments that do not fit together.
     """
-    B, quantized = len(kv_len), k_cache.dtype in CODES
+    B, quantized = kv_len.numel(), k_cache.dtype in CODES
     _check(q, k_cache, v_cache, scale, window)
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     for name, x in scales.items():
@@ -116,8 +117,8 @@ def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: b
 def _check(q, k, v, scale, window) -> None:
     interpreted = triton is not None and not isinstance(attention_kernel, triton.JITFunction)
     if triton is None or not (q.is_cuda or interpreted):
-        raise ValueError(f"flash.py needs triton (pip install triton, on Linux) and a GPU, and q is on {q.device}: use "
-                         "attention.py's paged_attention, the same in PyTorch")
+        raise ValueError("flash.py needs triton (pip install triton, on Linux) and an NVIDIA GPU, and q is on "
+                         f"{q.device}: use attention.py's paged_attention, the same in PyTorch")
     if q.ndim != 3 or q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or not 1 <= q.shape[-1] <= 256:
         raise ValueError(f"q must be (N, H, D) in float16, bfloat16 or float32 with D from 1 to 256, not "
                          f"{tuple(q.shape)} {q.dtype}")
@@ -133,7 +134,7 @@ def _check(q, k, v, scale, window) -> None:
 # ------------------------------------------------------------------ tiles and launches
 
 
-def tile_config(cc: int, D: int, group: int, dtype: torch.dtype, codes: bool, many: bool) -> dict:
+def tile_config(cc: int, D: int, group: int, dtype: torch.dtype, codes: bool, many: bool, window: bool) -> dict:
     """Rows and keys of a tile, and launch options, for compute capability `cc` (80, 90, 100, 120; 0: interpreter).
 
     Reasoned from compiled code (no spilled registers, shared memory within the chip's), not measured. Nothing here may
@@ -151,7 +152,11 @@ def tile_config(cc: int, D: int, group: int, dtype: torch.dtype, codes: bool, ma
         rows, keys, warps, stages = (128, 32 if codes else 64, 8, 3) if D <= 128 else (64, 32, 8, 3)
     else:
         rows, (keys, warps), stages = 64 if D <= 128 else 32, (64, 4) if D <= 64 and not codes else (32, 8), 3
-    return dict(BLOCK_M=rows, BLOCK_N=keys, num_warps=warps, num_stages=stages)
+    # ptxas spills a few bytes where one more block then fits on a multiprocessor, unless told how many registers it may
+    # take. Told so, the plain kernel for few tokens would lose that block, where (not on 86, 89, 120) there is shared
+    # memory for it; in the usual widths it does not spill.
+    free = not (many or codes or window) and (large or cc == 80) and D in (64, 128)
+    return dict(BLOCK_M=rows, BLOCK_N=keys, num_warps=warps, num_stages=stages, maxnreg=None if free else 255)
 
 
 def _launch(q, k, v, scales, block_table, kv_len, q_start, scale, max_q, capacity, causal, window):
@@ -173,9 +178,10 @@ def _launch(q, k, v, scales, block_table, kv_len, q_start, scale, max_q, capacit
     # The interpreter's tl.dot is wrong in bfloat16; on a GPU the operands keep q's dtype, for the tensor cores.
     dot = tl.float32 if interpreted else getattr(tl, str(q.dtype).removeprefix("torch."))
     shape = dict(D=D, BLOCK_D=max(16, triton.next_power_of_2(D)), CAUSAL=causal, WINDOW=window is not None)
+    window = min(window or 0, capacity)  # a wider one sees no more, and pos - window could leave 32 bits
     with torch.cuda.device_of(q):
         for many in (False, True) if max_q > FEW else (False,):
-            config = tile_config(10 * major + minor, D, H // G, q.dtype, bool(code), many)
+            config = tile_config(10 * major + minor, D, H // G, q.dtype, bool(code), many, shape["WINDOW"])
             row_tiles = triton.cdiv((max_q if many else few) * (H // G), config["BLOCK_M"])
             n_splits = 1 if many else triton.cdiv(capacity, SPLIT)
             parts = [out, lse]
@@ -183,12 +189,12 @@ def _launch(q, k, v, scales, block_table, kv_len, q_start, scale, max_q, capacit
                 parts = [q.new_empty(B * few, H, n_splits, *d, dtype=torch.float32) for d in ((D,), ())]
             attention_kernel[(row_tiles * n_splits * G * B,)](
                 q, k, v, k_scale, v_scale, *parts, block_table, kv_len, q_start, scale * math.log2(math.e),
-                window or 0, row_tiles, n_splits, few, *strides, H=H, G=G, CODE=code, DOT=dot, MANY=many, FEW=FEW,
+                window, row_tiles, n_splits, few, *strides, H=H, G=G, CODE=code, DOT=dot, MANY=many, FEW=FEW,
                 BLOCK_SIZE=k.shape[1] if block_table is not None else 0, SPLIT=SPLIT, PARTS=n_splits > 1, **shape,
                 **config)
             if n_splits > 1:
-                merge_kernel[(B * few * H,)](*parts, out, lse, kv_len, q_start, window or 0, few, n_splits, H=H,
-                                             FEW=FEW, SPLIT=SPLIT, CHUNK=16, num_warps=4, **shape)
+                merge_kernel[(B * few * H,)](*parts, out, lse, kv_len, q_start, window, few, n_splits, H=H,
+                                             SPLIT=SPLIT, CHUNK=16, num_warps=4, **shape)
     return out, lse
 
 
@@ -280,16 +286,15 @@ if triton is not None:
         pid = tl.program_id(0)
         tile = row_tiles - 1 - pid % row_tiles  # the last first: they have the most keys
         piece = pid // row_tiles % n_splits
-        g = (pid // row_tiles // n_splits % G).to(tl.int64)
-        b = (pid // row_tiles // n_splits // G).to(tl.int64)
+        g = pid // row_tiles // n_splits % G
+        b = pid // row_tiles // n_splits // G
         first = tl.load(q_start_ptr + b)
         n, S = tl.load(q_start_ptr + b + 1) - first, tl.load(kv_len_ptr + b)
-        if (tile * BLOCK_M >= n * GROUP) | ((n > FEW) != MANY):
+        if (tile * BLOCK_M >= n * GROUP) | ((n <= FEW) if MANY else (n > few)):
             return
         r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         alive = r < n * GROUP
-        # subtle: 64 bits, since token * stride passes 2 ** 31 long before token or stride does; the same for g and b.
-        j, head = tl.minimum(r // GROUP, n - 1).to(tl.int64), g * GROUP + r % GROUP
+        j, head = tl.minimum(r // GROUP, n - 1), g * GROUP + r % GROUP
         pos = S - n + j  # the last key that each row sees; that of the first and of the last row:
         early = S - n + tile * BLOCK_M // GROUP
         late = S - n + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, n - 1)
@@ -307,14 +312,16 @@ if triton is not None:
         begin = low // BLOCK_N * BLOCK_N
         opened = tl.minimum(tl.maximum(tl.cdiv(every_low, BLOCK_N) * BLOCK_N, begin), high)
         closed = tl.maximum(tl.maximum(tl.minimum(every_high, high), 0) // BLOCK_N * BLOCK_N, opened)
-        q = load_rows(q_ptr + (first + j) * q_n + head * q_h, q_d, alive, D, BLOCK_D, True).to(DOT)
-        k_ptr, v_ptr = k_ptr + g * k_g, v_ptr + g * v_g
+        # subtle: a number times a stride is 64 bits wide, as it passes 2 ** 31 long before either does.
+        q_ptr = q_ptr + (first + j).to(tl.int64) * q_n + head.to(tl.int64) * q_h
+        q = load_rows(q_ptr, q_d, alive, D, BLOCK_D, True).to(DOT)
+        k_ptr, v_ptr = k_ptr + g.to(tl.int64) * k_g, v_ptr + g.to(tl.int64) * v_g
         if CODE != "":
-            ks_ptr, vs_ptr = ks_ptr + g * ks_g, vs_ptr + g * vs_g
+            ks_ptr, vs_ptr = ks_ptr + g.to(tl.int64) * ks_g, vs_ptr + g.to(tl.int64) * vs_g
         if BLOCK_SIZE > 0:
-            table_ptr += b * table_b
+            table_ptr += b.to(tl.int64) * table_b
         else:
-            k_ptr, v_ptr = k_ptr + b * k_b, v_ptr + b * v_b
+            k_ptr, v_ptr = k_ptr + b.to(tl.int64) * k_b, v_ptr + b.to(tl.int64) * v_b
         m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
         l = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -326,7 +333,7 @@ if triton is not None:
                                  table_ptr, table_i, k_b, k_t, k_d, v_b, v_t, v_d, ks_b, ks_t, vs_b, vs_t, D, BLOCK_D,
                                  BLOCK_N, BLOCK_SIZE, CODE, DOT, CAUSAL, WINDOW, phase != 1)
         sums = tl.where(l == 0, 1, l)
-        row = (b * few if PARTS else first) + j
+        row = ((b * few if PARTS else first) + j).to(tl.int64)
         result = (row * H + head) * n_splits + piece
         d = tl.arange(0, BLOCK_D)[None, :]
         tl.store(out_ptr + (result[:, None] * D + d), (acc / sums[:, None]).to(out_ptr.dtype.element_ty),
@@ -335,7 +342,7 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["window", "few", "n_splits"])
     def merge_kernel(part_ptr, part_lse_ptr, out_ptr, lse_ptr, kv_len_ptr, q_start_ptr, window, few, n_splits,
-                     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, FEW: tl.constexpr,
+                     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr,
                      CHUNK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
         """One row of one head: the pieces that hold keys it sees, joined by the online softmax, CHUNK at a time."""
         pid = tl.program_id(0)
@@ -347,7 +354,7 @@ if triton is not None:
             last = S - n + j
         if WINDOW:
             low = tl.maximum(last - window + 1, 0)
-        if (j >= n) | (n > FEW) | (last < 0):
+        if (j >= n) | (n > few) | (last < 0):
             return
         m, l, acc = -float("inf"), 0.0, tl.zeros((BLOCK_D,), tl.float32)
         for start in range(low // SPLIT, last // SPLIT + 1, CHUNK):
