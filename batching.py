@@ -178,7 +178,7 @@ class Batcher:
                   the longest, and ended answers computed on until the last one ends; "drop": neither
     drafter       propose(contexts, k, choose), forget(sample);  verify  as in speculative.py;  drafts  how many: a
                   number, or an object with k(sample, n_batch), record(sample, drafted, accepted), time(rows, seconds),
-                  time_draft(seconds) and forget(sample) (AdaptiveK of speculative.py)
+                  time_draft(seconds, k) and forget(sample) (AdaptiveK of speculative.py)
     """
 
     def __init__(self, model: Callable | None, cache, sampling, vocab_size: int, *, eos_ids: Iterable[int] = (),
@@ -319,9 +319,11 @@ class Batcher:
                 try:
                     r.on_event(event)
                 except Exception as error:
-                    r.on_event = None  # it hears no more
+                    r.on_event, why = None, f"on_event raised {type(error).__name__}: {error}"  # it hears no more
+                    if r.id not in self.live:
+                        warnings.warn(f"request {r.id!r} had ended when {why}", stacklevel=2)
                     for s in r.samples:
-                        self._end(s, "error", error=f"on_event raised {type(error).__name__}: {error}")
+                        self._end(s, "error", error=why)
                     self._sweep()
 
     def _sweep(self) -> None:
@@ -333,10 +335,7 @@ class Batcher:
             else:
                 self.cache.free(s)
             self._leaving.pop()
-            if self.drafter is not None:
-                self.drafter.forget(s)
-                if s.finish_reason is not None:
-                    self.drafts.forget(s)
+            self._forget(s)
             if not self.running:
                 self._leaving, self._padding = self._leaving + self._padding, []
 
@@ -359,7 +358,8 @@ class Batcher:
         plan = {s: s.context[-1:] for s in generating[:budget]}  # not all fit: first who went without last time
         closed = (self._make_room(plan) or self.static is not None) and bool(self.running)
         budget -= len(plan)
-        drafts = {} if self.drafter is None else self._draft(plan, budget)
+        waits = self.waiting or any(self._pending(s) > 1 for s in self.running)  # for the other half
+        drafts = {} if self.drafter is None else self._draft(plan, budget // 2 if waits else budget)
         budget -= sum(len(ids) for ids, _ in drafts.values())
         if plan:
             budget = min(budget, self.chunk)
@@ -539,9 +539,11 @@ class Batcher:
             for s in plan:
                 s.served = self.stats.steps
             first = [s for s in plan if not s.request.forked]
-            keep = {s: 0 if s.finish_reason else n for s, n in sure.items()}
+            keep, tried = {s: 0 if s.finish_reason else n for s, n in sure.items()}, {}
             for s, ids, logprobs in said:
                 told = self._hear(s, ids, logprobs)
+                if s in drafts:
+                    tried[s] = min(told, len(ids) - 1)
                 if s in plan:  # a draft that stays is told, and so is the id after it, which is not computed yet
                     keep[s] = 0 if ids[-1] < 0 else sure[s] + min(told, len(ids) - 1)
             self.cache.commit(step, keep)
@@ -549,6 +551,9 @@ class Batcher:
             self.cache.rollback(step)
             raise
         self._fork(first)
+        for s, k in tried.items():
+            self.drafts.record(s, len(drafts[s][0]), k)
+            self.stats.drafted, self.stats.accepted = self.stats.drafted + len(drafts[s][0]), self.stats.accepted + k
         if not others and set(sure.values()) == {1}:
             self.drafts.time(at, seconds)
 
@@ -600,13 +605,7 @@ class Batcher:
                 if h.drafts:
                     q[b, : len(h.drafts)] = h.q[: len(h.drafts)]
         n, following = self.verify(draft.to(p.device), q, p[at.to(p.device)], u_accept, u[at], self.sampling.draw)
-        n = n.tolist()
-        for h, k in zip(heads, n):
-            if h.drafts:
-                self.drafts.record(h.sample, len(h.drafts), k)
-        self.stats.drafted += sum(len(h.drafts) for h in heads)
-        self.stats.accepted += sum(n)
-        return [[*h.drafts[:k], t] for h, k, t in zip(heads, n, following.tolist())]
+        return [[*h.drafts[:k], t] for h, k, t in zip(heads, n.tolist(), following.tolist())]
 
     def _warp(self, logits: torch.Tensor, rows: list[tuple[Sample, list[int]]]) -> torch.Tensor:
         """Logits (R, V) of rows (sample, drafts before it) to the distributions that were asked for."""
@@ -627,8 +626,11 @@ class Batcher:
         return self.sampling.warp(logits, params, prompt, output, mask)
 
     def _uniforms(self, rows: list[tuple[Sample, list[int]]], stream: int) -> torch.Tensor:
+        # subtle: drafts take new ones in every pass. Those behind a rejected draft have had their influence (on who
+        # drafts next, and how much), and must not be drawn again.
+        streams = [stream + 3 * len(s.ids) if stream == DRAFT else stream for s, _ in rows]
         return self.sampling.uniforms([s.request.seed for s, _ in rows], [s.index for s, _ in rows],
-                                      [len(s.ids) + len(x) for s, x in rows], stream)
+                                      [len(s.ids) + len(x) for s, x in rows], streams)
 
     def _hear(self, s: Sample, ids: list[int], logprobs: list) -> int:
         """s says these ids, until one of them ends it -> how many."""
@@ -670,6 +672,10 @@ class Batcher:
             if k > 0 and (s.request.forked or s.request.n == 1):
                 ask[s] = k
                 budget -= k
+        # subtle: room is kept for what is asked for, before anything is proposed. Drafts that were left out because of
+        # what they are would be drawn a second time, and the distribution of the text would change.
+        while ask and self._blocks({**plan, **{s: plan[s] + [0] * k for s, k in ask.items()}}) > self.cache.n_free:
+            del ask[max(ask, key=_order)]
         if not ask:
             return {}
         names = list(ask)
@@ -683,17 +689,42 @@ class Batcher:
             begin = self.clock()
             with torch.inference_mode():
                 proposed, q = self.drafter.propose({s: s.context for s in names}, list(ask.values()), choose)
-            self.drafts.time_draft(self.clock() - begin)
+            seconds = self.clock() - begin
+            drafts = self._checked(ask, proposed, q)
+            if len(drafts) == len(ask):  # else it may have had something else to do, a long prompt to read
+                self.drafts.time_draft(seconds, max(ask.values()))
         except Exception as error:  # no drafts, then: the answer does not depend on them
-            warnings.warn(f"the drafter failed, going on without drafts: {type(error).__name__}: {error}", stacklevel=2)
+            warnings.warn(f"the drafter failed, going on without drafts: {type(error).__name__}: {error!s:.200}",
+                          stacklevel=2)
+            for s in self.running + self.waiting:
+                self._forget(s)
             self.drafter = None
             return {}
-        drafts = {s: (list(ids[: ask[s]]), None if q is None else q[b])
-                  for b, (s, ids) in enumerate(zip(names, proposed)) if len(ids)}
-        while self._blocks({**plan, **{s: plan[s] + ids for s, (ids, _) in drafts.items()}}) > self.cache.n_free:
-            del drafts[max(drafts, key=_order)]
         plan.update((s, plan[s] + ids) for s, (ids, _) in drafts.items())
         return drafts
+
+    def _checked(self, ask: Mapping[Sample, int], proposed: Sequence, q: torch.Tensor | None) -> dict[Sample, tuple]:
+        """What a drafter has proposed, as (ids, q (k, V) or None) of those who have any; ValueError if it is wrong."""
+        drafts, V = {}, self.vocab_size
+        if len(proposed) != len(ask):
+            raise ValueError(f"it was asked for drafts of {len(ask)} samples and gave {len(proposed)}")
+        for b, (s, ids) in enumerate(zip(ask, proposed)):
+            ids = [index(i) for i in ids[: ask[s]]]
+            if not all(0 <= i < V for i in ids):
+                raise ValueError(f"it proposed {ids}, but the vocabulary has {V} ids")
+            if q is not None and ids and q[b, : len(ids)].shape != (len(ids), V):
+                raise ValueError(f"it proposed {len(ids)} ids, with q of shape {tuple(q.shape)}")
+            if ids:
+                drafts[s] = ids, None if q is None else q[b]
+        return drafts
+
+    def _forget(self, s: Sample) -> None:
+        """The drafter, and who decides how much it drafts, need not know of s any more."""
+        if self.drafter is not None:
+            with suppress(Exception):  # whatever is wrong with a drafter, it costs no answer
+                self.drafter.forget(s)
+            if s.finish_reason is not None:
+                self.drafts.forget(s)
 
 
 # ------------------------------------------------------------------ demo

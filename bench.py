@@ -34,6 +34,7 @@ import checkpoint
 import flash
 import generate
 import kvcache
+import traffic
 from benchmarks import serve, speculate
 from benchmarks.engines import LlamaCpp, Ours, Transformers
 
@@ -79,12 +80,18 @@ def read_bandwidth(megabytes: int = 512) -> float:
 
 def latency(args: argparse.Namespace) -> dict:
     path, llms, batch = checkpoint.resolve(args.model), [], max(args.batches)
-    for dtype in args.dtype:
-        llms.append(_unlike(llms, dtype, generate.load(args.model, dtype=dtype, max_batch=batch)))
-    llm = llms[0]
     longest = max(*args.prompts, max(args.contexts) + args.tokens + 1)
-    if longest > llm.context or min(args.contexts) < 1:
-        raise ValueError(f"contexts must be from 1 on and reach {longest} tokens here; the model's is {llm.context}")
+    peers = {"device": "cpu"} if args.peer else {}  # the peers run there
+    for dtype in args.dtype:
+        llms.append(_unlike(llms, dtype, generate.load(args.model, dtype=dtype, max_batch=batch,
+                                                       kv_memory=args.kv_memory, **peers)))
+    llm = llms[0]
+    if longest > llm.context:
+        raise ValueError(f"contexts reach {longest} tokens here, but the model's is {llm.context}")
+    blocks = batch * -(-longest // llm.cache.block_size)
+    if blocks > llm.cache.n_blocks:
+        raise ValueError(f"{batch} sequences of {longest} tokens need {blocks} blocks of the KV cache, which has "
+                         f"{llm.cache.n_blocks}; allow it more than {args.kv_memory:g} GiB with --kv-memory")
     engines: list = [Ours(llm) for llm in llms]
     if "transformers" in args.peer:
         engines.append(_peer("transformers", lambda: Transformers(path, llm.dtype)))
@@ -115,17 +122,20 @@ def latency(args: argparse.Namespace) -> dict:
     if ratios:
         print(f"\n{engines[0].name} against each (median of the rounds' ratios; above 1 is faster)\n")
         _table("peer", columns, ratios, ".2f")
-    shares = _ceilings(engines[: len(llms)], points, columns[len(args.prompts):], medians, args.bandwidth)
+    shares = {}
+    if llm.device.type == "cpu":  # whose bandwidth the card has
+        shares = _ceilings(engines[: len(llms)], points, columns[len(args.prompts):], medians, args)
     return {"tokens_per_s": medians, "ratios": ratios, "ceilings": shares, "model": llm.name}
 
 
 def _ceilings(engines: Sequence[Ours], points: Sequence[tuple[int, int]], columns: Sequence[str], medians: dict,
-              bandwidth: float) -> dict:
-    """What a decode step must read, and how much of the time it would take at the card's bandwidth it takes."""
-    found = {}
+              args: argparse.Namespace) -> dict:
+    """What a decode step must read, half-way through a round, and its speed as a share of what the card's bandwidth
+    would allow."""
+    found, bandwidth = {}, args.bandwidth
     for engine in engines:
         for (b, c), column in zip(points, columns):
-            n_bytes = engine.weight_bytes + b * c * engine.kv_bytes
+            n_bytes = engine.weight_bytes + b * (c + (args.tokens + 1) / 2) * engine.kv_bytes
             share = medians[engine.name][column] / b * n_bytes / (bandwidth * 1e9)
             found[f"{engine.name}, {column}"] = {"MB a step": round(n_bytes / 1e6, 1), "share": round(share, 3)}
     print(f"\nwhat a decode step reads (weights, and keys and values), and its speed as a share of what {bandwidth} "
@@ -279,8 +289,17 @@ def prefix(args: argparse.Namespace) -> dict:
 
 def serving(args: argparse.Namespace) -> dict:
     llm, slots = generate.load(args.model, dtype=args.dtype[0], max_batch=args.slots), args.slots
+    steps = -(-args.long // min(generate.BESIDE, generate.CHUNK))  # of the spike, in which every stream gets a token
+    needs = {"mix": args.prompt + args.output, "spike": max(args.long + 1, 64 + 8 + 40 + steps + 1),
+             "arrivals": args.shared + args.prompt + args.output}
+    for part in args.parts:
+        if needs[part] > llm.context:
+            raise ValueError(f"{part} needs {needs[part]} tokens with these flags, but the model's context is "
+                             f"{llm.context}; lower --prompt, --output, --shared or --long")
     found: dict = {"model": llm.name, "weights": llm.weights, "mix": [], "spike": [], "arrivals": []}
     for round_ in range(args.rounds):
+        if round_ == 0:
+            serve.mix(llm, 2, args.prompt, 8, 0.0, slots, -1)  # warms up, and is not counted
         if "mix" in args.parts:
             found["mix"].append(serve.mix(llm, args.requests, args.prompt, args.output, args.sigma, slots, round_))
         if "spike" in args.parts:
@@ -292,7 +311,7 @@ def serving(args: argparse.Namespace) -> dict:
         print(f"round {round_ + 1} of {args.rounds} done", file=sys.stderr, flush=True)
     figures = {part: _medians(rounds) for part, rounds in found.items() if part in args.parts}
     if "mix" in figures:
-        print(f"\n{args.requests} requests at once, prompts of {args.prompt} tokens, answers log-normal (median "
+        print(f"\n{args.requests} requests at once, log-normal prompts and answers (medians {args.prompt} and "
               f"{args.output}, sigma {args.sigma:g}), {slots} slots: output tokens/s\n")
         ratios = {name: statistics.median(r["continuous"] / r[name] for r in found["mix"]) for name in found["mix"][0]}
         found["ratios"] = {name: round(x, 3) for name, x in ratios.items()}
@@ -303,8 +322,9 @@ def serving(args: argparse.Namespace) -> dict:
         _table("prompt", list(figures["spike"]["whole"]), figures["spike"], ".3g")
     for name, row in figures.get("arrivals", {}).items():
         print(f"\n{args.rate:g} requests/s, {args.shared} common tokens each, {name}: {row['cached']:.0%} of prompt "
-              f"tokens cached, {row['pool']:.0%} of the pool in use, {row['preempted']} preemptions\n  "
-              + found["arrivals"][-1][name]["describe"].replace("\n", "\n  "))
+              f"tokens cached, {row['pool']:.1%} of the pool in use, {row['preempted']:g} preemptions\n  "
+              + traffic.describe(row).replace("\n", "\n  ")
+              + f" | E2E {' / '.join(format(row['e2e_s'][q], '.2f') for q in ('p50', 'p95', 'p99'))} s")
     return {**found, "medians": figures, "options": {k: v for k, v in vars(args).items()
                                                       if isinstance(v, (int, float, str, list))}}
 
@@ -395,6 +415,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--peer", action="append", default=[], choices=["transformers", "llama.cpp", "llama.cpp-q4_0"],
                    help="llama.cpp runs the file as it is, llama.cpp-q4_0 rounded once more to its fastest type")
     p.add_argument("--prompts", type=int, nargs="+", default=[512], help="tokens of the prefills (default: 512)")
+    p.add_argument("--kv-memory", type=float, default=generate.KV_GIB, help="as in generate.py (default: %(default)s)")
     p.add_argument("--batches", type=int, nargs="+", default=[1], help="sequences at once (default: 1)")
     p.add_argument("--contexts", type=int, nargs="+", default=[16, 512], help="before decoding (default: 16 512)")
     p.add_argument("--tokens", type=int, default=32, help="decode steps per round (default: 32)")
@@ -417,7 +438,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--parts", nargs="+", default=["mix", "spike", "arrivals"], choices=["mix", "spike", "arrivals"])
     p.add_argument("--requests", type=int, default=64, help="default: 64")
     p.add_argument("--slots", type=int, default=16, help="most samples at once (default: 16)")
-    p.add_argument("--prompt", type=int, default=64, help="tokens, of arrivals the median (default: 64)")
+    p.add_argument("--prompt", type=int, default=64, help="median tokens of a prompt (default: 64)")
     p.add_argument("--output", type=int, default=60, help="median tokens of an answer (default: 60)")
     p.add_argument("--sigma", type=float, default=1.0, help="of the logarithm of lengths (default: 1)")
     p.add_argument("--streams", type=int, default=8, help="spike: running answers (default: 8)")
@@ -426,14 +447,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--shared", type=int, default=256, help="arrivals: common tokens (default: 256)")
     p.add_argument("--ttft", type=float, default=2.0, help="arrivals: s to the first token that are good (default: 2)")
     p.add_argument("--tpot", type=float, default=150.0, help="arrivals: ms a token that are good (default: 150)")
-    p.add_argument("--rounds", type=int, default=3, help="default: 3")
+    p.add_argument("--rounds", type=int, default=5, help="default: 5")
     p.set_defaults(run=serving)
     p = commands.add_parser("speculate", parents=[common], help="speculative against plain decoding")
     p.add_argument("--draft", default="ngram", help="as in generate.py (default: ngram)")
     p.add_argument("--k", default="auto", help="as in generate.py (default: auto)")
     p.add_argument("--kinds", nargs="+", default=["copy", "prose"], choices=["copy", "prose"])
     p.add_argument("--tokens", type=int, default=128, help="of each answer (default: 128)")
-    p.add_argument("--rounds", type=int, default=3, help="default: 3")
+    p.add_argument("--rounds", type=int, default=5, help="default: 5")
     p.set_defaults(run=speculating)
     p = commands.add_parser("perplexity", parents=[common], help="of a text, in non-overlapping windows")
     p.add_argument("file", help="a text file, or `pydoc` for the text of Python's own help topics")
@@ -443,10 +464,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.dtype = list(dict.fromkeys(args.dtype or ["auto"]))
     try:
-        least = {"window": 2, **dict.fromkeys(("rate", "ttft", "tpot", "sigma"), 0)}
+        least = {"window": 2, **dict.fromkeys(("rate", "ttft", "tpot", "sigma", "kv_memory"), 0)}
         for name, value in vars(args).items():  # a list: its least
             value = min(value) if isinstance(value, list) and value and isinstance(value[0], int) else value
-            if isinstance(value, (int, float)) and not value >= least.get(name, 1):
+            if isinstance(value, (int, float)) and not least.get(name, 1) <= value < math.inf:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}, but must be {least.get(name, 1)} or more")
         torch.set_num_threads(args.threads)
         head = card()

@@ -19,13 +19,17 @@ it. `--prompts FILE` answers a file, one JSON object a line, and takes up where 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
+import queue
 import signal
 import statistics
 import sys
+import threading
 import time
 import warnings
+from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -61,6 +65,7 @@ from tokenizer import Tokenizer
 
 CHUNK = 512  # most tokens of one pass
 BESIDE = 16  # on a CPU, most prompt tokens of a pass in which somebody is answered: he waits about twice as long
+CATCH_UP = 64  # tokens of a pass of the draft model over a text that it has not seen
 AHEAD = 1024  # lines of a prompts file read before their time has come
 KV_GIB = 2.0  # the KV cache takes at most so much by default; the context shrinks to what fits
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -92,6 +97,12 @@ def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", 
              path) of the same vocabulary; so many of them, auto: as many as pay. The answers stay what they were
     repack   int8 or int4: quantized weights without a kernel (Q6_K, fp8, ...) are rounded once more to run packed too
     """
+    if k != "auto" and not (type(k) is int and 1 <= k <= 64):
+        raise ValueError(f"k is {k!r}, but must be 'auto' or a number of drafts from 1 to 64")
+    if not 0 < kv_memory < 2**20:
+        raise ValueError(f"a KV cache of {kv_memory} GiB cannot be; give a number above 0")
+    if kv_dtype not in ("auto", "int8", "fp8"):
+        raise ValueError(f"kv_dtype {kv_dtype!r} is unknown; known are auto, int8, fp8")
     asked, path = path, checkpoint.resolve(path)
     device = _device(device)
     if dtype not in ("auto", *DTYPES):
@@ -111,13 +122,7 @@ def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", 
     if not all(type(i) is int for i in ends):
         raise ValueError(f"{path}: eos_token_id is {ends}, but must be token ids")
     name = asked if asked and not os.path.exists(asked) else os.path.basename(os.path.abspath(path))
-    if kv_dtype not in ("auto", "int8", "fp8"):
-        raise ValueError(f"kv_dtype {kv_dtype!r} is unknown; known are auto, int8, fp8")
     kv = dtype if kv_dtype == "auto" else kv_dtype
-    if k != "auto" and not (isinstance(k, int) and 1 <= k <= 64):
-        raise ValueError(f"k is {k!r}, but must be 'auto' or a number of drafts from 1 to 64")
-    if not 0 < kv_memory < 2**20:
-        raise ValueError(f"a KV cache of {kv_memory} GiB cannot be; give a number above 0")
     blocks = kvcache.blocks_that_fit(config, kv, int(kv_memory * 2**30))
     context = _context(context, config, blocks * 16, kv_memory)
     kernel = flash.paged_attention if device.type == "cuda" and flash.triton else attention.paged_attention
@@ -129,7 +134,8 @@ def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", 
     if draft is not None:
         llm.drafter = _drafter(llm, draft, dict(device=str(device), kv_memory=kv_memory, max_batch=max_batch))
         llm.k = k
-    llm.batcher = llm.new_batcher(max_batch=max_batch, token_budget=token_budget, graphs=graphs)
+    llm.options = {"max_batch": max_batch, "token_budget": token_budget, "graphs": graphs}
+    llm.batcher = llm.new_batcher()
     return llm
 
 
@@ -144,7 +150,7 @@ def _drafter(llm: LLM, draft: str, options: dict):
     except ValueError as error:
         raise ValueError(f"{draft} cannot draft for {llm.name}: {error}") from None
     return speculative.DraftModel(small.model, small.cache, len(words[0]), draft_vocab_size=len(words[1]),
-                                  ends=llm.eos_ids, salt=lambda sample: sample.request.salt)
+                                  ends=llm.eos_ids, chunk=CATCH_UP, salt=lambda sample: sample.request.salt)
 
 
 class Source(NamedTuple):
@@ -284,25 +290,33 @@ class LLM:
         self.device, self.dtype = weight.device, weight.dtype
         is_packed = any(isinstance(m, packed.QuantLinear) for m in model.modules())
         self.weights = "packed" if is_packed else str(weight.dtype).removeprefix("torch.")
-        self.drafter, self.k = None, "auto"
+        self.drafter, self.k, self.graphs = None, "auto", None
+        self.options = {"max_batch": 16, "token_budget": CHUNK, "graphs": True}
         self.batcher = self.new_batcher()
 
-    def new_batcher(self, *, max_batch: int = 16, graphs: bool = True, **options) -> Batcher:
-        """A batcher on this model and cache; options are Batcher's. Use one at a time."""
+    def new_batcher(self, **options) -> Batcher:
+        """A batcher on this model and cache; options are Batcher's, beside `graphs`. Use one at a time."""
+        options = {**self.options, **options}
         if self.drafter is not None and "drafter" not in options:
-            least = 0.5 if isinstance(self.drafter, speculative.NgramDrafter) else 0.0
-            drafts = speculative.AdaptiveK(least=least) if self.k == "auto" else self.k
-            options.update(drafter=self.drafter, verify=speculative.verify, drafts=drafts)
-        options.setdefault("token_budget", CHUNK)
+            options.update(drafter=self.drafter, verify=speculative.verify, drafts=self.new_drafts())
         options.setdefault("chunk", min(BESIDE, options["token_budget"]) if self.device.type == "cpu" else None)
-        if graphs and self.device.type == "cuda":
-            options["forward"] = cuda_graphs.Graphs(self.model, self.cache, max_batch)
+        if options.pop("graphs") and self.device.type == "cuda":
+            if self.graphs is None or self.graphs.sizes[-1] < options["max_batch"]:  # captured once for all batchers
+                self.graphs = cuda_graphs.Graphs(self.model, self.cache, options["max_batch"])
+            options["forward"] = self.graphs
         return Batcher(self.model, self.cache, sampling, self.model.config.vocab_size, eos_ids=self.eos_ids,
-                       decoder=lambda ids, stop: StreamDecoder(self.tokenizer, stop, ids), max_batch=max_batch,
-                       **options)
+                       decoder=lambda ids, stop: StreamDecoder(self.tokenizer, stop, ids), **options)
+
+    def new_drafts(self) -> int | speculative.AdaptiveK:
+        """How many drafts a batcher asks for: k, or what it will learn."""
+        least = {} if isinstance(self.drafter, speculative.NgramDrafter) else {"least": 0.0}
+        return speculative.AdaptiveK(**least) if self.k == "auto" else self.k
 
     def encode(self, prompt: str, *, raw: bool = False, system: str | None = None) -> list[int]:
         """Ids of a prompt: through the chat template, or as it is if raw."""
+        if not isinstance(prompt, str):
+            raise ValueError(f"a prompt is a text, not {type(prompt).__name__}; for token ids use answer(ids), for a "
+                             "conversation answer(encode_chat(messages))")
         if raw and system is not None:
             raise ValueError("a system message needs the chat template, which raw leaves out")
         if raw:
@@ -331,8 +345,12 @@ class LLM:
         try:
             for answer in answers:  # a wrong option has been found before any work
                 answer.begin()
-            while any(answer.finish_reason is None for answer in answers):
-                self.batcher.step()
+            unfinished = deque(answers)
+            while unfinished:
+                if unfinished[0].finished:
+                    unfinished.popleft()
+                else:
+                    self.batcher.step()
         finally:
             for answer in answers:
                 answer.close()
@@ -357,8 +375,10 @@ class LLM:
         if unknown:
             raise ValueError(f"unknown option {min(unknown)!r}; known are {', '.join((*SAMPLING, *REQUEST))}")
         options = {k: v for k, v in options.items() if v is not None}
-        if isinstance(options.get("stop"), str):
-            options["stop"] = [options["stop"]]
+        if isinstance(options.get("stop", ""), str):
+            options["stop"] = [options["stop"]] if "stop" in options else []
+        elif not isinstance(options["stop"], (list, tuple)):
+            raise ValueError(f"stop is {options['stop']!r:.80}, but must be a text or a list of texts")
         chosen = {**self.defaults, **{k: options.pop(k) for k in SAMPLING if k in options}}
         request = Request(prompt_ids, sampling=chosen, **options)
         self.batcher.check(request)
@@ -375,8 +395,12 @@ class Answer:
         self.llm, self.request, self.abort = llm, request, False
         self.ttft_s: float | None = None  # time to first token, in seconds
         self.decode_s = 0.0  # spent on the tokens after the first
-        self._pieces, self._begun, self._idle_s = deque(), None, 0.0
+        self._pieces, self._begun, self._idle_s, self._heard = deque(), None, 0.0, 0.0
+        self._batcher: Batcher | None = None
         request.on_event = self._hear
+
+    def __repr__(self) -> str:
+        return f"Answer({self.text!r:.60}, {len(self.ids)} tokens, {self.finish_reason})"
 
     @property
     def samples(self) -> list[batching.Sample]:
@@ -400,7 +424,8 @@ class Answer:
 
     def _hear(self, event: batching.Event) -> None:
         if event.sample == 0 and event.token is not None:
-            seconds = time.perf_counter() - self._begun - self._idle_s
+            self._heard = time.perf_counter()
+            seconds = self._heard - self._begun - self._idle_s
             if self.ttft_s is None:
                 self.ttft_s = seconds
             self.decode_s = seconds - self.ttft_s
@@ -411,30 +436,35 @@ class Answer:
         """Queue it: whoever steps the batcher now computes it too."""
         if self._begun is not None:
             raise ValueError("an answer can be iterated over once; its text and ids are in .text and .ids")
-        self._begun = time.perf_counter()
-        self.llm.batcher.add(self.request)
+        self._begun, self._batcher = time.perf_counter(), self.llm.batcher
+        self._batcher.add(self.request)
 
     def close(self) -> None:
         """End it, if it has not ended."""
-        if self._begun is not None:
-            self.llm.batcher.abort(self.request.id)
+        if self._batcher is not None and self._batcher.live.get(self.request.id) is self.request:
+            self._batcher.abort(self.request.id)
 
     def raise_error(self) -> None:
         if self.error is not None:
             raise RuntimeError(self.error)
 
+    @property
+    def finished(self) -> bool:
+        return bool(self.samples) and all(s.finish_reason is not None for s in self.samples)
+
     def __iter__(self) -> Iterator[str]:
         self.begin()
         try:
-            while self._pieces or any(s.finish_reason is None for s in self.samples):
+            while self._pieces or not self.finished:
                 if self.abort:
                     self.close()
                 elif not self._pieces:
-                    self.llm.batcher.step()
+                    self._batcher.step()
                 while self._pieces:
                     begin = time.perf_counter()
                     yield self._pieces.popleft()
-                    self._idle_s += time.perf_counter() - begin  # the time that the reader takes is not counted
+                    # The time that the reader takes is not counted, unless he had the batcher step meanwhile.
+                    self._idle_s += time.perf_counter() - max(begin, self._heard)
         finally:
             self.close()
         self.raise_error()
@@ -512,8 +542,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.threads is not None and args.threads < 1:
         parser.error(f"--threads is {args.threads}, but must be 1 or more")
-    if args.logprobs is not None and not args.json:
-        parser.error("--logprobs needs --json")
+    if args.logprobs is not None and not args.json and args.prompts is None:
+        parser.error("--logprobs needs --json or --prompts")
     if args.system is not None and args.raw:
         parser.error("--system needs the chat template, which --raw leaves out")
     if args.prompts is not None and (args.prompt is not None or args.json):
@@ -589,26 +619,35 @@ def _drafting(llm: LLM) -> list[str]:
 
 
 def _compare(llm: LLM, prompt_ids: Sequence[int], args: argparse.Namespace) -> str:
-    """The same answer with drafts and without, three times in turn, on a cold prefix each."""
-    speeds, ids, drafting = {True: [], False: []}, {True: [], False: []}, llm.batcher
+    """The same answer with drafts and without, in turn, each on a cold prefix and with everything still to be learned.
+    Three rounds, and one before that is not counted."""
+    drafting, plain, alike, speeds = llm.batcher, llm.new_batcher(drafter=None), True, {True: [], False: []}
     options = {**_options(args), "seed": 0 if args.seed is None else args.seed, "n": 1}
-    for round_ in range(3):
-        for on in (True, False):
-            llm.batcher = drafting if on else llm.new_batcher(drafter=None)
-            answer = llm.answer(prompt_ids, salt=f"compare {round_} {on}", **options)
-            list(answer)
-            speeds[on].append(answer.tokens_per_s or 0.0)
-            ids[on] = answer.ids
-    llm.batcher = drafting
-    fast, slow = statistics.median(speeds[True]), statistics.median(speeds[False])
+    try:
+        for round_ in range(4):
+            said = {}
+            for on in (True, False):
+                llm.batcher = drafting if on else plain
+                if on and args.k == "auto":
+                    drafting.drafts = llm.new_drafts()
+                answer = llm.answer(prompt_ids, salt=f"compare {round_} {on}", **options)
+                list(answer)
+                said[on] = answer.ids
+                if round_:
+                    speeds[on].append(answer.tokens_per_s or 0.0)
+            alike = alike and said[True] == said[False]
+    finally:
+        llm.batcher = drafting
+    fast, slow = (statistics.median(speeds[on]) for on in (True, False))
     if not slow:
         return "too short an answer to compare speeds"
-    same = "the same tokens" if ids[True] == ids[False] else "not the same tokens (drawn by another rule, or two alike)"
+    same = "the same tokens" if alike else "not the same tokens (drawn by another rule, or two of them alike)"
     return f"with drafts {fast:.1f} tokens/s, without {slow:.1f}: {fast / slow:.2f} times as fast; {same}"
 
 
 def _note_idle_flags(llm: LLM, args: argparse.Namespace) -> None:
     idle = [f for f in ("top_k", "top_p", "min_p", "seed") if getattr(args, f) is not None]
+    idle += ["n"] if args.n > 1 else []
     if idle and args.temperature is None and llm.defaults.get("temperature") == 0 and not args.quiet:
         _say(f"note: --{idle[0].replace('_', '-')} changes nothing at temperature 0; add --temperature")
 
@@ -717,41 +756,61 @@ def _load(args: argparse.Namespace) -> LLM:
 
 
 class _Job:
-    """A file of prompts to a file of answers, as they finish."""
+    """A file of prompts to a file of answers, as they finish. `at` must ascend, but for AHEAD lines."""
 
-    def __init__(self, llm: LLM, args: argparse.Namespace, results: prompt_files.Results, bar):
-        self.llm, self.results, self.bar = llm, results, bar
+    def __init__(self, llm: LLM, args: argparse.Namespace, lines: Iterator, results: prompt_files.Results, bar):
+        self.llm, self.lines, self.results, self.bar = llm, lines, results, bar
         self.raw, self.system, self.quiet = args.raw, args.system, args.quiet
         self.options = {k: v for k, v in _options(args).items() if v is not None and v != []}
-        self.times: list[traffic.Timeline] = []  # a sample each
-        self.lines = prompt_files.read_prompts(args.prompts)
+        llm.answer([0], **self.options)  # a flag that no line could do with is refused now
+        # An answer is known by what it was asked of: the model, by its last norm, and how it runs.
+        norm = llm.model.model["norm"].weight.detach().double().cpu().numpy().tobytes()
+        self.model = f"{llm.name} {llm.weights} {sorted(llm.defaults.items())} {hashlib.sha256(norm).hexdigest()[:16]}"
+        self.read: queue.Queue = queue.Queue(AHEAD)
         self.waiting: list[tuple[float, int, prompt_files.Line]] = []  # a heap of those read, by arrival
+        self.ended: deque[tuple] = deque()  # answers to be written
+        self.times: list[traffic.Timeline] = []  # of every sample
         self.done = self.broken = 0
         self.begin = time.perf_counter()
 
     def run(self) -> None:
+        threading.Thread(target=self._feed, daemon=True).start()  # standard input may keep us waiting
         batcher, more = self.llm.batcher, True
         while more or self.waiting or batcher.live:
-            while more and len(self.waiting) < AHEAD:
-                line = next(self.lines, None)
+            idle = not (self.waiting or batcher.live)
+            while more and len(self.waiting) < AHEAD and (idle or not self.read.empty()):
+                line, idle = self.read.get(), False
+                if isinstance(line, Exception):
+                    raise line
                 more = line is not None
                 if more:
-                    self._read(line)
+                    self._take(line)
             now = time.perf_counter() - self.begin
             while self.waiting and self.waiting[0][0] <= now and len(batcher.live) < 2 * batcher.max_batch:
                 self._submit(heappop(self.waiting)[2])
             if batcher.live:
                 batcher.step()
             elif self.waiting:
-                time.sleep(min(0.05, max(0.0, self.waiting[0][0] - now)))
+                time.sleep(min(0.02, max(0.0, self.waiting[0][0] - now)))
+            while self.ended:  # subtle: here, as the batcher takes what a listener raises for the request's own fault
+                self._write(*self.ended.popleft())
 
-    def _read(self, line: prompt_files.Line) -> None:
+    def _feed(self) -> None:
+        try:
+            for line in self.lines:
+                self.read.put(line)
+            self.read.put(None)
+        except Exception as error:
+            self.read.put(error)
+
+    def _take(self, line: prompt_files.Line) -> None:
         if line.error is None:  # what is asked of all is asked of this one, and part of what its answer is known by
-            own = {"raw": self.raw, "system": self.system} if isinstance(line.prompt, str) else {}
-            options = {**self.options, **{k: v for k, v in own.items() if v}, "model": self.llm.name, **line.options}
-            line = line._replace(options=options)
+            own = {"raw": self.raw, "system": None if line.options.get("raw") else self.system}
+            own = {k: v for k, v in own.items() if v} if isinstance(line.prompt, str) else {}
+            line = line._replace(options={**self.options, **own, "model": self.model, **line.options})
         if self.results.done(line):
             self.done += 1
+            self.broken += line.error is not None
         else:
             heappush(self.waiting, (line.at, line.number, line))
 
@@ -769,8 +828,8 @@ class _Job:
                 ids = line.prompt
             answer = self.llm.answer(ids, **options)
             n = answer.request.n
-            answer.request.on_event = partial(self._hear, line, answer, [traffic.Timeline(line.at) for _ in range(n)],
-                                              set(range(n)))
+            times = [traffic.Timeline(line.at, array("d")) for _ in range(n)]
+            answer.request.on_event = partial(self._hear, line, answer, times, set(range(n)))
             answer.begin()
         except ValueError as error:
             why = f"line {line.number}: {' '.join(str(error).split())}"
@@ -782,8 +841,10 @@ class _Job:
             times[event.sample].times.append(time.perf_counter() - self.begin)
         if event.finish_reason is not None:
             running.discard(event.sample)
-        if running or event.finish_reason is None:
-            return
+            if not running:
+                self.ended.append((line, answer, times))
+
+    def _write(self, line: prompt_files.Line, answer: Answer, times: list[traffic.Timeline]) -> None:
         self.times += times
         record = {**prompt_files.head(line), "prompt_tokens": len(answer.prompt_ids), "cached_tokens": answer.cached,
                   "samples": [_sample(s) for s in answer.samples],
@@ -792,37 +853,47 @@ class _Job:
         self._finish(record, f"line {line.number}: {errors[0]}" if errors else None)
 
     def _finish(self, record: dict, error: str | None) -> None:
-        self.results.write(record)
+        try:
+            self.results.write(record)
+        except BrokenPipeError:
+            raise
+        except OSError as failure:
+            raise ValueError(f"{self.results.name} cannot be written: {failure.strerror}; make room, then go on with "
+                             "--resume") from None
         self.bar.update()
         if error is not None:
             self.broken += 1
-            if not self.quiet:
+            if not self.quiet and sys.stderr is not None:
                 self.bar.write(f"error: {error}", file=sys.stderr)
 
     def about(self) -> str:
         """The summary, for people."""
         s, wall = self.llm.batcher.stats, time.perf_counter() - self.begin
-        parts = [traffic.describe(traffic.summary(self.times, wall))]
         hits = f", {s.cached / s.prompt:.0%} of them cached" if s.prompt else ""
-        parts.append(f"{s.prompt:,} prompt tokens{hits}; {s.preempted:,} preemptions; {self.broken} errors"
-                     + (f"; {self.done} were answered before" if self.done else ""))
-        return "\n".join(parts)
+        before = f"; {self.done} were answered before" if self.done else ""
+        parts = [f"{s.prompt:,} prompt tokens{hits}", f"{s.preempted:,} preemptions", *_drafting(self.llm),
+                 f"{self.broken} errors{before}"]
+        return traffic.describe(traffic.summary(self.times, wall)) + "\n" + "; ".join(parts)
 
 
-def _many(llm: LLM, args: argparse.Namespace) -> int:
+def _many(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    if not args.quiet:
-        _say(llm.about)
-    with prompt_files.Results(args.out, args.resume) as results, \
-            tqdm(unit=" prompts", file=sys.stderr, disable=args.quiet or None) as bar:
-        job = _Job(llm, args, results, bar)
-        try:
-            job.run()
-        finally:
-            bar.close()
-            if not args.quiet:
-                _say(job.about())
+    if args.out in (None, "-") and sys.stdout is None:
+        raise ValueError("standard output is closed; name a file for the answers with --out")
+    lines = prompt_files.read_prompts(args.prompts)
+    with prompt_files.Results(args.out, args.resume) as results:
+        llm = _load(args)
+        if not args.quiet:
+            _say(llm.about)
+        with tqdm(unit=" prompts", file=sys.stderr, disable=args.quiet or sys.stderr is None or None) as bar:
+            job = _Job(llm, args, lines, results, bar)
+            try:
+                job.run()
+            finally:
+                bar.close()
+                if not args.quiet:
+                    _say(job.about())
     return 1 if job.broken else 0
 
 
@@ -839,7 +910,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             torch.set_num_threads(args.threads)
         prompt = args.prompt
         if args.prompts is not None:
-            return _many(_load(args), args)
+            return _many(args)
         if sys.stdout is None or (prompt is None and sys.stdin is None):
             raise ValueError("standard output, or standard input without a prompt, is closed")
         if prompt is None and not sys.stdin.isatty():
@@ -861,4 +932,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done; a Ctrl-C now would only print where we are
+    sys.exit(code)

@@ -52,7 +52,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TOKEN, ACCEPT, DRAFT = 0, 1, 2  # streams of uniforms: one of each belongs to every position of an output
+# Streams of uniforms: one number of TOKEN and ACCEPT belongs to every position of an output. The drafts of a pass that
+# begins at position t are drawn from stream DRAFT + 3 * t, of its own, so that no draft's number is used twice.
+TOKEN, ACCEPT, DRAFT = 0, 1, 2
 
 # ------------------------------------------------------------------ the rule
 
@@ -79,9 +81,10 @@ def verify(draft: Tensor, q: Tensor | None, p: Tensor, u_accept: Tensor, u_token
 
     **The whole text.** Row i is looked at only if the drafts before it were accepted, so its p is the target's
     distribution behind the very tokens that stand in the text, and by the claim token i follows it. The bonus token,
-    behind k accepted drafts, is drawn from p itself. A rejected draft, and all drafts behind it, are looked at no
-    more, so their uniforms are unspent: the next pass may use those of the same positions. How many drafts there are
-    must not depend on the value of a draft that is withheld.
+    behind k accepted drafts, is drawn from p itself. Behind the first rejection nothing is looked at, so the ACCEPT
+    and TOKEN uniforms there are unspent, and the next pass may use them; draft uniforms must be fresh in each pass,
+    since what is done next may depend on drafts that were withheld. Whether drafts are verified must not depend on
+    their values: what there is room for is settled before they are drawn.
 
     **Certain drafts.** Draw x from p with u_token, as plain decoding would, and accept if it is the draft. Then x is
     the next token in both cases: it has distribution p by construction, and it is the very token that plain decoding
@@ -130,15 +133,17 @@ class NgramDrafter:
     it, else the one with most behind it, the earliest; the end of the text itself is none. What is found is cut before
     the first id of `ends`: nothing is worth guessing behind an end of text, and the end itself needs no guess.
 
-    `shortest` is 2 because one token says too little. Of the first drafts that a match of 1 / 2 / 3 tokens gave (and no
-    longer one), so many came true in answers of a chat model of 135M parameters: stories and essays at temperature 0.8
-    13 / 36 / 48 %, summaries 33 / 49 / 63 %, texts to be repeated or corrected 38 / 68 / 87 %.
+    Long matches first, as they find the right one of several places. Of the first drafts that a match of 1 / 2 / 3 / 4
+    tokens (and no more) or of 5 and more gave, so many came true: Wikipedia text 22 / 47 / 38 / 39 / 54 %; of a chat
+    model of 135M parameters summaries 28 / 45 / 46 / 78 / 81 %, texts to be repeated or corrected 35 / 69 / 80 / 82 /
+    95 %.
+    One or two tokens match in any text, and say little; in a copy the third is there a step later.
 
     Everything between two steps is a dictionary look-up: each token is indexed once, when it has a successor, under
     the n-grams that end at it. Memory grows with the length of the text, a step does not.
     """
 
-    def __init__(self, longest: int = 3, shortest: int = 2, ends: Iterable[int] = ()):
+    def __init__(self, longest: int = 5, shortest: int = 3, ends: Iterable[int] = ()):
         if not 1 <= shortest <= longest:
             raise ValueError(f"n-grams of {shortest} to {longest} tokens: the shortest must be 1 or more, and at most "
                              "the longest")
@@ -148,8 +153,8 @@ class NgramDrafter:
     def propose(self, contexts: Mapping[Hashable, list[int]], k: Sequence[int], choose: Callable | None = None):
         """See the head of this file; q is None, choose is not used.
 
-        >>> NgramDrafter().propose({"a": [21, 22, 23, 24, 25, 22, 23]}, [3])
-        ([[24, 25, 22]], None)
+        >>> NgramDrafter().propose({"a": [21, 22, 23, 24, 25, 21, 22, 23]}, [3])
+        ([[24, 25, 21]], None)
         """
         return [self._look_up(seq, ids, n) if n > 0 else [] for (seq, ids), n in zip(contexts.items(), k)], None
 
@@ -240,13 +245,13 @@ class DraftModel:
     """Drafts drawn from a model with a KV cache of its own: one pass a position, for all sequences together.
 
     model       model(tokens (N,), positions (N,), attend, rows (R,)) -> logits (R, ids)
-    cache       a paged KV cache for it: add, extend, commit, rollback, trim, free, tokens, in, max_seq_len
+    cache       a paged KV cache for it: add, extend, commit, rollback, trim, free, recover, tokens, in, max_seq_len
     vocab_size  V of the target. The draft's logits are cut to V ids or filled up with -inf *before* `choose`, so that
                 the q of the test is what the draft was drawn from
     draft_vocab_size  how many ids the draft model knows; None: V. A text that holds another one gets no drafts
     vocabularies      (target's, draft's) tokens by id, for `check_vocabulary`
     ends        ids behind which nothing is drafted
-    chunk       tokens in a pass at most, where a longer text is to be caught up with
+    chunk       tokens in a pass at most. A text that is longer gets so far in each call, and drafts when it is there
     salt        salt(seq) -> the salt of its blocks in the cache, where users must not find each other's
 
     What the cache holds is compared with the committed ids, token by token, and cut to what they have in common. After
@@ -270,30 +275,37 @@ class DraftModel:
         self.ends, self.chunk, self.salt = frozenset(ends or ()), chunk, salt
         self._held: dict[Hashable, None] = {}  # sequences in the cache, oldest first
         self._out: set[Hashable] = set()  # sequences that do not fit
+        self._broken = False  # a call has begun and not ended
 
     @torch.inference_mode()
     def propose(self, contexts: Mapping[Hashable, list[int]], k: Sequence[int], choose: Callable):
         """See the head of this file."""
+        with self._whole():
+            return self._propose(contexts, k, choose)
+
+    def _propose(self, contexts: Mapping[Hashable, list[int]], k: Sequence[int], choose: Callable):
         seqs, row = list(contexts), {seq: b for b, seq in enumerate(contexts)}
         want = {seq: n for seq, n in zip(seqs, map(self._room, contexts.values(), k)) if n > 0}
-        plan = self._missing({seq: contexts[seq] for seq in want})
-        self._catch_up(plan, want)
+        plan, late = self._first_pass(self._missing({seq: contexts[seq] for seq in want}), want)
         drafts, passes = [[] for _ in seqs], []
         while plan:  # pass i: whatever a sequence has to compute before its i-th draft, then that draft
             step = self._extend(plan, want)
             if step is None:
                 break
-            with _undo(self.cache, step):
-                logits = self.model(step.tokens, step.positions, step.attend, step.last())  # (R, ids)
-                rows = [row[seq] for seq in step.seqs]
-                ids, q = choose(rows, self._fit(logits), [drafts[b] for b in rows])
-                ids = ids.tolist()
-                good = [i for i, x in enumerate(ids) if x >= 0]
-                self.cache.commit(step, keep={seq: 0 for seq, x in zip(step.seqs, ids) if x < 0})
+            speak = [seq for seq in step.seqs if seq not in late]
+            logits = self.model(step.tokens, step.positions, step.attend, step.last(dict.fromkeys(speak, 1)))
+            if not speak:
+                self.cache.commit(step)
+                break
+            rows = [row[seq] for seq in speak]
+            ids, q = choose(rows, self._fit(logits), [drafts[b] for b in rows])  # logits (R, ids)
+            ids = ids.tolist()
+            good = [i for i, x in enumerate(ids) if x >= 0]
+            self.cache.commit(step, keep={seq: 0 for seq, x in zip(speak, ids) if x < 0})
             passes.append(([rows[i] for i in good], q[good]))
             plan = {}
             for i in good:
-                seq = step.seqs[i]
+                seq = speak[i]
                 drafts[rows[i]].append(ids[i])
                 # subtle: a drafted end stays in. To withhold it would make the rest of the drafts a choice by value,
                 # no longer drawn from q, and the output would hold too few ends.
@@ -308,8 +320,19 @@ class DraftModel:
         return drafts, whole
 
     def forget(self, seq: Hashable) -> None:
-        self._free(seq)
-        self._out.clear()  # there is room now
+        with self._whole():
+            self._free(seq)
+            self._out.clear()  # there is room now
+
+    @contextmanager
+    def _whole(self):
+        """After a call that did not come to its end (an interrupt, wherever it fell; an error) the cache is put in
+        order before the next one."""
+        if self._broken:
+            self.cache.recover()
+        self._broken = True
+        yield
+        self._broken = False
 
     def _free(self, seq: Hashable) -> None:
         self.cache.free(seq)
@@ -330,8 +353,8 @@ class DraftModel:
                 same = min(common_prefix(self.cache.tokens(seq), ids), len(ids) - 1)
                 self.cache.trim(seq, same)
             else:
-                same = self.cache.add(seq, ids, self.salt(seq))
                 self._held[seq] = None
+                same = self.cache.add(seq, ids, self.salt(seq))
             if max(ids[same:]) < self.known:
                 missing[seq] = ids[same:]
             else:
@@ -339,24 +362,19 @@ class DraftModel:
                 self._out.add(seq)
         return missing
 
-    def _catch_up(self, missing: dict[Hashable, list[int]], active: Mapping) -> None:
-        """Computes the front of long texts, `chunk` tokens a pass, until what is left over fits into one pass."""
-        if sum(map(len, missing.values())) <= max(self.chunk, len(missing)):
-            return
-        step = self._extend(missing, active)  # does all of it fit? What does not should cost no pass
-        if step is not None:
-            self.cache.rollback(step)
-        while sum(map(len, missing.values())) > max(self.chunk, len(missing)):
-            plan, room = {}, self.chunk
-            for seq, ids in missing.items():
-                if n := min(len(ids) - 1, room):
-                    plan[seq], room = ids[:n], room - n
-            step = self.cache.extend(plan)
-            with _undo(self.cache, step):
-                self.model(step.tokens, step.positions, step.attend, step.last({}))
-                self.cache.commit(step)
-            for seq, ids in plan.items():
-                missing[seq] = missing[seq][len(ids):]
+    def _first_pass(self, missing: dict[Hashable, list[int]], active: Mapping) -> tuple[dict, set]:
+        """What of the missing ids one pass computes, `chunk` at most (one each is always allowed) -> plan, late: those
+        with more to come. The shortest first, so that who is reading an answer waits for nobody's long text."""
+        room, plan = max(self.chunk, len(missing)), missing
+        if sum(map(len, missing.values())) > room:
+            step = self._extend(missing, active)  # does all of it fit? What does not should cost no pass
+            if step is not None:
+                self.cache.rollback(step)
+            plan = {}
+            for left, seq in zip(range(len(missing), 0, -1), sorted(missing, key=lambda seq: len(missing[seq]))):
+                plan[seq] = missing[seq][: room - left + 1]
+                room -= len(plan[seq])
+        return plan, {seq for seq in plan if len(plan[seq]) < len(missing[seq])}
 
     def _extend(self, plan: dict[Hashable, list[int]], active: Mapping):
         """cache.extend of as much of the plan as fits, or None; what does not fit is taken out of plan and cache."""
@@ -376,16 +394,6 @@ class DraftModel:
         """logits (R, ids) -> (R, V)."""
         logits = logits[:, : min(self.known, self.vocab_size)]
         return F.pad(logits, (0, self.vocab_size - logits.size(1)), value=-torch.inf)
-
-
-@contextmanager
-def _undo(cache, step):
-    """An exception inside rolls the step back."""
-    try:
-        yield
-    except BaseException:
-        cache.rollback(step)
-        raise
 
 
 # ------------------------------------------------------------------ how many drafts
@@ -423,8 +431,13 @@ def best_k(alpha: float, draft_cost: float, pass_cost: Callable | Sequence[float
     >>> best_k(0.9, 0.1, most=20), best_k(0.9, 0.1, [1, 1, 1.2, 1.4, 1.6], most=4), best_k(0.9, 0.1, [1, 2, 3], most=2)
     (10, 4, 0)
     """
-    costs = [pass_cost(k + 1) if callable(pass_cost) else pass_cost[k] for k in range(most + 1)]
-    return max(range(most + 1), key=lambda k: speedup(alpha, k, draft_cost, costs[k]))
+    best, most_gain, tokens = 0, 0.0, 0.0
+    for k in range(most + 1):
+        tokens += alpha**k  # the sum of expected_tokens, as it grows
+        gain = tokens / (k * draft_cost + (pass_cost(k + 1) if callable(pass_cost) else pass_cost[k]))
+        if gain > most_gain:
+            best, most_gain = k, gain
+    return best
 
 
 @dataclass
@@ -445,27 +458,28 @@ class AdaptiveK:
         k(seq, n_batch)                  asked once before each step: drafts for seq, in a batch of n_batch sequences
         record(seq, drafted, accepted)   after it, where there were drafts
         time(rows, seconds)              what a pass of the target over so many rows took
-        time_draft(seconds)              what the drafter took for all that k was last asked for
+        time_draft(seconds, k)           what the drafter took for at most k drafts a sequence
         forget(seq)
 
     most   no more drafts than this
-    least  a sequence whose drafts are accepted less often drafts no more. 0.5 keeps prose nearly free of drafts by
-           n-grams, which come true in bursts and rarely in between. 0 leaves all to the costs: for a draft model
+    least  a sequence whose drafts are accepted less often drafts no more. 0.6 keeps prose nearly free of drafts by
+           n-grams, which come true in bursts and rarely in between: of the rows that are verified for Wikipedia text,
+           2 to 3 % are wasted. 0 leaves all to the costs: for a draft model
 
     The answer is best_k of the measured costs, all sequences of the batch taken alike: n_batch * (k + 1) rows. In a
     busy batch extra rows cost, and it falls to 0. It grows by doubling, to 2 n + 1 where n drafts were accepted lately.
-    Below `least` it is 0; then one draft is tried after 16 plain steps, after 32, 64, up to 128 more. One that is
-    accepted is followed by the next at once, so that a text which begins to copy is back within a few steps. A new
-    sequence is taken to be like those before it. No clock and no chance inside: the same calls, the same answers.
+    Below `least` it is 0, but for trials: one draft at the very beginning, then after 20 plain steps, 40, up to 80. One
+    that is accepted is followed by the next at once, so that a text which copies gets the most within a few steps. A
+    new sequence is taken to be like those before it. No clock and no chance inside: the same calls, the same answers.
     """
 
     FADE, FADE_ALL = 0.95, 0.995  # memory of a sequence, and of all together
-    HOPE, WEIGHT = 0.6, 8.0  # what all are thought to do at first, and how many tries that counts for in a new one
-    FIRST, LAST = 16, 128  # pauses: one row in a hundred goes into trials, and a text that changes is noticed
+    HOPE, WEIGHT = 0.4, 4.0  # what all are thought to do at first, and how many tries that counts for in a new one
+    FIRST, LAST = 20, 80  # pauses: one row in fifty or so goes into trials, and a text that changes is noticed
     ROW, GAIN = 0.05, 1.05  # cost of a row until it is measured; what a step with drafts must gain to be worth it
     STALE = 512  # after so many passes a measurement is dropped: the machine may be another by now
 
-    def __init__(self, most: int = 8, least: float = 0.5):
+    def __init__(self, most: int = 8, least: float = 0.6):
         if most < 0 or not 0 <= least <= 1:
             raise ValueError(f"most is {most} and least is {least}, but the most drafts are 0 or more, and the least "
                              "acceptance is from 0 to 1")
@@ -476,9 +490,9 @@ class AdaptiveK:
         self._times: dict[int, deque[float]] = {}  # rows -> seconds of the last passes
         self._typical: dict[int, float] = {}  # rows -> their median, once there are three
         self._timed: dict[int, int] = {}  # rows -> the number of the last pass
-        self._costs: dict[int, list[float]] = {}  # n_batch -> relative cost of 1 .. most + 1 rows for each sequence
+        self._costs: dict[int, list[float]] = {}  # n_batch -> cost of 1 .. most + 1 rows for each sequence, of 1: 1.0
         self._draft_times: deque[float] = deque(maxlen=9)
-        self._asked = 0  # the largest k since the drafter was timed
+        self._draft_seconds = 0.0  # their median, once there are three
 
     def k(self, seq: Hashable, n_batch: int) -> int:
         rate = self._rate(seq)
@@ -488,7 +502,6 @@ class AdaptiveK:
             # In a busy batch not even drafts that are good and free are worth it, and none is tried.
             rate.trial = rate.plain > rate.pause and self._best(0.95, n_batch, 0.0) > 0
             k = int(rate.trial)
-        self._asked = max(self._asked, k)
         return k
 
     def record(self, seq: Hashable, drafted: int, accepted: int) -> None:
@@ -509,32 +522,35 @@ class AdaptiveK:
         times = self._times.setdefault(rows, deque(maxlen=9))
         times.append(seconds)
         self._timed[rows] = self._passes
+        before = dict(self._typical)
         if len(times) >= 3:  # one alone may have compiled something, and would never be put right
             self._typical[rows] = median(times)
         for old in [r for r, n in self._timed.items() if n < self._passes - self.STALE]:
             del self._timed[old], self._times[old]
             self._typical.pop(old, None)
-        self._costs.clear()
+        if self._typical != before:
+            self._costs.clear()
 
-    def time_draft(self, seconds: float) -> None:
-        if self._asked:
-            self._draft_times.append(seconds / self._asked)
-        self._asked = 0
+    def time_draft(self, seconds: float, k: int) -> None:
+        self._draft_times.append(seconds / k)
+        if len(self._draft_times) >= 3:
+            self._draft_seconds = median(self._draft_times)
 
     def forget(self, seq: Hashable) -> None:
         self._rates.pop(seq, None)
 
     def _rate(self, seq: Hashable) -> _Rate:
         if seq not in self._rates:
-            self._rates[seq] = _Rate(self.WEIGHT * self._all.accepted / self._all.tried, self.WEIGHT, self.FIRST)
+            self._rates[seq] = _Rate(self.WEIGHT * self._all.accepted / self._all.tried, self.WEIGHT,
+                                     pause=self.FIRST // 2, plain=self.FIRST // 2)  # due for a trial at once
         return self._rates[seq]
 
     def _worth(self, rate: _Rate, n_batch: int) -> int:
         alpha, draft_cost = rate.accepted / rate.tried, 0.0
         if alpha < self.least:
             return 0
-        if len(self._draft_times) >= 3 and self._typical:
-            draft_cost = median(self._draft_times) / self._seconds(n_batch)
+        if self._draft_seconds and self._typical:
+            draft_cost = self._draft_seconds / self._seconds(n_batch)
         return min(self._best(alpha, n_batch, draft_cost), 2 * rate.run + 1)
 
     def _best(self, alpha: float, n_batch: int, draft_cost: float) -> int:
@@ -543,7 +559,7 @@ class AdaptiveK:
             self._costs[n_batch] = [self._seconds(n_batch * (k + 1)) / one for k in range(self.most + 1)]
         costs = self._costs[n_batch]
         k = best_k(alpha, draft_cost, costs, self.most)
-        return k if speedup(alpha, k, draft_cost, costs[k]) >= self.GAIN else 0
+        return k if k and speedup(alpha, k, draft_cost, costs[k]) >= self.GAIN else 0
 
     def _seconds(self, rows: int) -> float:
         """A pass over so many rows: between two that were measured on the line, else like the nearest one."""
@@ -584,26 +600,25 @@ def speculate(model: Callable, cache, prompt: Sequence[int], drafter, k: int, wa
     def choose(rows, logits, drafts):
         output = ids[begin:] + drafts[0]
         q = warp_one(logits, [output])
-        return draw(q, uniform(range(len(output), len(output) + 1), DRAFT)), q
+        return draw(q, uniform(range(len(output), len(output) + 1), DRAFT + 3 * (len(ids) - begin))), q
 
     cache.add(seq, ids)
     try:
         while len(ids) < limit and not (len(ids) > begin and ids[-1] in ends):
             (d,), q = drafter.propose({seq: ids}, [min(k, limit - len(ids) - 1)], choose)  # the last one is no draft
             step = cache.extend({seq: ids[cache.length(seq):] + d})
-            with _undo(cache, step):
-                logits = model(step.tokens, step.positions, step.attend, step.last({seq: len(d) + 1}))
-                p = warp_one(logits, [ids[begin:] + d[:i] for i in range(len(d) + 1)])  # (len(d) + 1, V)
-                at = range(len(ids) - begin, len(ids) - begin + len(d) + 1)
-                u_accept, u_token = uniform(at, ACCEPT)[None, :-1], uniform(at, TOKEN)[None]
-                n, token = verify(torch.tensor([d], dtype=torch.int64), q, p[None], u_accept, u_token, draw)
-                new = [*d[: n.item()], token.item()]
-                new = new[: next((i + 1 for i, x in enumerate(new) if x in ends), len(new))]  # nothing behind an end
-                if -1 in new:
-                    raise ValueError(f"output token {len(ids) - begin + len(new) - 1}: the logits have NaN, infinity "
-                                     "or nothing finite")
-                # What the cache keeps: all before the drafts, and the drafts that stand; `token` was not computed yet.
-                cache.commit(step, keep={seq: step.n_new[0] - len(d) + min(n.item(), len(new))})
+            logits = model(step.tokens, step.positions, step.attend, step.last({seq: len(d) + 1}))
+            p = warp_one(logits, [ids[begin:] + d[:i] for i in range(len(d) + 1)])  # (len(d) + 1, V)
+            at = range(len(ids) - begin, len(ids) - begin + len(d) + 1)
+            u_accept, u_token = uniform(at, ACCEPT)[None, :-1], uniform(at, TOKEN)[None]
+            n, token = verify(torch.tensor([d], dtype=torch.int64), q, p[None], u_accept, u_token, draw)
+            new = [*d[: n.item()], token.item()]
+            new = new[: next((i + 1 for i, x in enumerate(new) if x in ends), len(new))]  # nothing behind an end
+            if -1 in new:
+                raise ValueError(f"output token {len(ids) - begin + len(new) - 1}: the logits have NaN, infinity "
+                                 "or nothing finite")
+            # What the cache keeps: all before the drafts, and the drafts that stand; `token` was not computed yet.
+            cache.commit(step, keep={seq: step.n_new[0] - len(d) + min(n.item(), len(new))})
             ids.extend(new)
         return ids[begin:]
     finally:

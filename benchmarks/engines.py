@@ -61,6 +61,8 @@ class Ours:
             width = m.embedding_dim if tied else m.in_features
             x = torch.ones(batch, width, dtype=self.llm.dtype, device=self.llm.device)
             linear(x, m.weight, None, self.llm.model.amx) if tied else m(x)
+        if self.llm.device.type == "cuda":
+            torch.cuda.synchronize()
 
 
 class Transformers:

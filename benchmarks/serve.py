@@ -58,14 +58,16 @@ def some_ids(n: int, vocab_size: int, seed: object) -> list[int]:
 
 def mix(llm: LLM, requests: int, prompt: int, output: int, sigma: float, slots: int, round_: int) -> dict[str, float]:
     """Output tokens/s of each way of batching, for the same requests, all there at the beginning."""
-    lengths = traffic.lognormal_lengths(requests, output, sigma, 1, llm.context - prompt, seed=round_)
+    half = llm.context // 2
+    sizes = traffic.mix(requests, (prompt, sigma, 1, half), (output, sigma, 1, half), seed=round_)
     found = {}
-    for name, static in (("static, padded", "pad"), ("static, ended rows dropped", "drop"), ("continuous", None)):
+    ways = [("static, padded", "pad"), ("static, ended rows dropped", "drop"), ("continuous", None)]
+    for name, static in ways if round_ % 2 else reversed(ways):
         batcher = llm.new_batcher(max_batch=slots, static=static)
-        asked = [(0.0, request(some_ids(prompt, batcher.vocab_size, (round_, i)), n, f"{name} {round_} {i}"))
-                 for i, n in enumerate(lengths)]
-        found[name] = sum(lengths) / drive(batcher, asked)["wall_s"]
-    return found
+        asked = [(0.0, request(some_ids(p, batcher.vocab_size, (round_, i)), n, f"{name} {round_} {i}"))
+                 for i, (p, n) in enumerate(sizes)]
+        found[name] = sum(n for _, n in sizes) / drive(batcher, asked)["wall_s"]
+    return {name: found[name] for name, _ in ways}
 
 
 # ------------------------------------------------------------------ a long prompt among running answers
@@ -75,7 +77,9 @@ def _gaps(batcher: Batcher, at_least: int, until: Request | None = None) -> list
     """Seconds of so many steps, and on until a request has ended; everybody who generates gets a token in each."""
     last, seconds = time.perf_counter(), []
     while len(seconds) < at_least or (until is not None and until.samples[0].finish_reason is None):
+        alive = len(batcher.running)
         batcher.step()
+        assert alive == len(batcher.running) or until is not None, "a stream ended while it was measured"
         now = time.perf_counter()
         seconds.append(now - last)
         last = now
@@ -86,7 +90,7 @@ def spike(llm: LLM, streams: int, prompt: int, round_: int) -> dict[str, dict[st
     """Gaps between the tokens of running answers, in ms: their median before a long prompt comes, and their 99th
     percentile and maximum while it is computed; and how long that takes."""
     found = {}
-    for name, whole in (("chunked", False), ("whole", True)):
+    for name, whole in (("chunked", False), ("whole", True))[::1 if round_ % 2 else -1]:
         batcher = llm.new_batcher(max_batch=streams + 1, **({"token_budget": 2**30, "chunk": 2**30} if whole else {}))
         for i in range(streams):
             batcher.add(request(some_ids(64, batcher.vocab_size, i), llm.context - 64, f"{name} {round_} {i}"))
@@ -103,7 +107,7 @@ def spike(llm: LLM, streams: int, prompt: int, round_: int) -> dict[str, dict[st
                        "prompt s": time.perf_counter() - begin}
         for id in list(batcher.live):
             batcher.abort(id)
-    return found
+    return {name: found[name] for name in ("chunked", "whole")}
 
 
 # ------------------------------------------------------------------ arrivals
@@ -116,7 +120,8 @@ def arrivals(llm: LLM, rate: float, requests: int, prompt: int, output: int, sig
     sizes = traffic.mix(requests, (prompt, sigma, 1, llm.context // 2 - shared), (output, sigma, 1, llm.context // 4),
                         seed=round_)
     found = {}
-    for name in ("prefix cache", "without"):
+    names = ("prefix cache", "without")
+    for name in names if round_ % 2 else names[::-1]:
         batcher = llm.new_batcher(max_batch=slots)
         common = some_ids(shared, batcher.vocab_size, "common")
         asked = [(at, request(common + some_ids(p, batcher.vocab_size, (round_, i)), n,
@@ -126,5 +131,5 @@ def arrivals(llm: LLM, rate: float, requests: int, prompt: int, output: int, sig
         figures = traffic.summary(run["timelines"], run["wall_s"], *limits)
         stats = run["stats"]
         found[name] = {**figures, "cached": stats.cached / stats.prompt, "preempted": stats.preempted,
-                       "pool": run["pool"], "describe": traffic.describe(figures)}
-    return found
+                       "pool": run["pool"]}
+    return {name: found[name] for name in names}

@@ -24,9 +24,9 @@ def prompts(kinds: Sequence[str]) -> list[dict]:
 def measure(llm: LLM, item: dict, tokens: int, rounds: int) -> dict:
     """One prompt: speeds with drafts and without, and what became of the drafts."""
     ids, speeds, said, pairs = llm.encode(item["prompt"], raw=True), {True: [], False: []}, {}, []
-    for round_ in range(rounds):
+    for round_ in range(rounds + 1):  # the first warms up and is not counted
         for on in (True, False):
-            llm.batcher = batcher = llm.new_batcher(max_batch=1, **({} if on else {"drafter": None}))
+            llm.batcher = batcher = llm.new_batcher(**({} if on else {"drafter": None}))
             if on:
                 pairs, learn = [], getattr(batcher.drafts, "record", lambda *_: None)
                 if hasattr(batcher.drafts, "k"):
@@ -34,7 +34,8 @@ def measure(llm: LLM, item: dict, tokens: int, rounds: int) -> dict:
                         pairs.append((drafted, accepted)), learn(s, drafted, accepted))
             answer = llm.answer(ids, max_tokens=tokens, temperature=0, ignore_eos=True, salt=f"{round_} {on}")
             list(answer)
-            speeds[on].append(answer.tokens_per_s)
+            if round_:
+                speeds[on].append(answer.tokens_per_s)
             said[on] = answer.ids
             if on:
                 passes = batcher.stats.turns

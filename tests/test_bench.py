@@ -156,18 +156,39 @@ def test_perplexity_of_the_default_model(default_gguf, capsys):
     assert abs(result["perplexity"]["packed"] / result["perplexity"]["float32"] - 1) < 0.005
 
 
-def test_serve_measures_what_it_says(capsys, folder):
+def test_serve_measures_what_it_says(capsys, tmp_path):
     """Every part runs, every request gets its tokens, and the counted figures agree; no speed is looked at."""
-    code, out, result = run(capsys, "serve", "--model", folder, "--dtype", "float32", "--requests", "6", "--slots", "3",
-                            "--prompt", "8", "--output", "4", "--streams", "2", "--long", "40", "--rate", "50",
-                            "--shared", "16", "--rounds", "2")
-    assert code == 0 and "continuous is faster by" in out and "goodput" in out
+    folder = tiny_folder(tmp_path / "m", max_position_embeddings=512)
+    flags = ["--model", folder, "--dtype", "float32", "--requests", "6", "--slots", "3", "--prompt", "8",
+             "--output", "4", "--streams", "2", "--long", "40", "--rate", "50", "--shared", "16", "--rounds", "2"]
+    code, out, result = run(capsys, "serve", *flags)
+    assert code == 0 and "continuous is faster by" in out and "goodput" in out and "E2E" in out
     assert [len(result[part]) for part in ("mix", "spike", "arrivals")] == [2, 2, 2]
     assert list(result["mix"][0]) == ["static, padded", "static, ended rows dropped", "continuous"]
     on, off = result["medians"]["arrivals"]["prefix cache"], result["medians"]["arrivals"]["without"]
     assert on["requests"] == on["answered"] == off["requests"] == 6 and on["tokens"] == off["tokens"]
     assert on["cached"] > 0.2 and off["cached"] == 0 and on["ttft_s"]["p50"] > 0
     assert result["medians"]["spike"]["chunked"].keys() == result["medians"]["spike"]["whole"].keys()
+    code, _, err = run(capsys, "serve", *flags, "--long", "600")
+    assert code == 2 and "spike needs 601 tokens" in err and "context is 512" in err
+
+
+def test_speculate_measures_what_it_says(capsys, tmp_path, monkeypatch):
+    """The same tokens with drafts and without, and figures that belong together; a constant text is all copies."""
+    from benchmarks import speculate
+
+    items = [{"kind": kind, "task": kind, "prompt": "abc" * 5} for kind in ("copy", "prose")]
+    monkeypatch.setattr(speculate, "prompts", lambda kinds: [i for i in items if i["kind"] in kinds])
+    folder = tiny_folder(tmp_path / "m", max_position_embeddings=512)
+    code, out, result = run(capsys, "speculate", "--model", folder, "--dtype", "float64", "--tokens", "60",
+                            "--rounds", "1")
+    assert code == 0 and "wasted rows" in out
+    for row in result["prompts"]:
+        assert row["first difference"] is None and row["tokens"] == 60
+        assert row["passes"] + sum(a for _, a in row["drafts"]) == 60, "a pass gives one token and those accepted"
+    figures = speculate.figures([{"passes": 10, "tokens": 20, "ratio": 1.5, "drafts": [[2, 2], [3, 1], [4, 4]]}])
+    assert figures["alpha"] == round(7 / 8, 3) and figures["wasted rows"] == round(2 / 19, 4)
+    assert figures["closed form"] == round((7 + sum(1 + 7 / 8 * (1 - (7 / 8) ** k) * 8 for k in (2, 3, 4))) / 10, 3)
 
 
 def test_static_batching_computes_for_nobody(folder):

@@ -263,6 +263,18 @@ def test_prompts_are_answered_together(llm):
     assert not llm.batcher.live, "one wrong prompt: none is begun"
 
 
+def test_answers_that_take_turns_share_the_time(llm):
+    """Another answer's steps are this one's too: they are no idle time of its reader."""
+    answers = [llm.answer(list(b"hello"), max_tokens=40, ignore_eos=True, seed=i, temperature=1.0) for i in (1, 2)]
+    list(zip(*answers))
+    speeds = [a.tokens_per_s for a in answers]
+    assert max(speeds) < 2 * min(speeds)
+    with pytest.raises(ValueError, match="a prompt is a text"):
+        llm.generate([[1, 2, 3]])
+    with pytest.raises(ValueError, match="stop is 5"):
+        llm.generate("x", raw=True, stop=5)
+
+
 def test_several_answers_to_one_prompt(llm):
     answer, = llm.generate("hello", raw=True, n=3, temperature=1.0, seed=4, max_tokens=8)
     assert len({tuple(s.ids) for s in answer.samples}) == 3 and answer.ids == answer.samples[0].ids
@@ -470,7 +482,10 @@ def test_a_long_conversation_drops_its_oldest_turns_and_says_so(capsys, monkeypa
 
 def records(path) -> dict:
     with open(path, encoding="utf-8") as f:
-        return {record["id"]: record for record in map(json.loads, f)}
+        found = [json.loads(line) for line in f]
+    keys = [(r["id"], r["input"]) for r in found]
+    assert len(set(keys)) == len(keys), "an answer is written once"
+    return {record["id"]: record for record in found}
 
 
 def test_a_file_of_prompts(capsys, monkeypatch, folder, llm, tmp_path):
@@ -495,7 +510,7 @@ def test_a_file_of_prompts(capsys, monkeypatch, folder, llm, tmp_path):
     several, = llm.generate("hello", raw=True, max_tokens=9, n=3, temperature=1.0, seed=5)
     assert [s["ids"] for s in found[4]["samples"]] == [s.ids for s in several.samples]
     assert found["late"]["ttft_s"] > 0 and found[2]["prompt_tokens"] == len(hello.prompt_ids)
-    assert "6 requests, " in err and "TTFT" in err and "3 errors" in err and "preemptions" in err
+    assert "\n6 requests, " in err and "TTFT" in err and "3 errors" in err and "preemptions" in err
 
 
 def test_a_file_of_prompts_is_resumed(capsys, monkeypatch, folder, tmp_path):
@@ -518,11 +533,71 @@ def test_a_file_of_prompts_is_resumed(capsys, monkeypatch, folder, tmp_path):
     assert "were answered before" not in err and [len(r["samples"][0]["ids"]) for r in records(out).values()] == [5] * 3
 
 
+def test_another_models_answers_are_not_taken_for_ours(capsys, tmp_path):
+    """Two folders of one name: what was asked is the same, who answers is not."""
+    asked, out = tmp_path / "asked.txt", tmp_path / "answers.jsonl"
+    asked.write_text("one\ntwo\n")
+    folders = [tiny_folder(tmp_path / str(scale) / "model", scale=scale) for scale in (1.0, 0.5)]
+    for folder, fresh in ((folders[0], 2), (folders[0], 0), (folders[1], 2)):
+        flags = ["--model", folder, "--max-tokens", "2", "--prompts", str(asked), "--out", str(out), "--resume"]
+        before = out.read_text().count("\n") if out.exists() else 0
+        assert run(capsys, *flags)[0] == 0 and out.read_text().count("\n") == before + fresh
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_answers_that_cannot_be_written_end_the_job(capsys, folder, tmp_path):
+    asked = tmp_path / "asked.txt"
+    asked.write_text("one\ntwo\n")
+    code, out, err = run(capsys, "--model", folder, "--max-tokens", "2", "--prompts", str(asked), "--out", "/dev/full")
+    assert code == 2 and "/dev/full cannot be written: No space left" in err and "--resume" in err
+
+
+def test_standard_input_is_answered_as_it_comes(folder):
+    """The second line comes when the first is answered: a job does not wait for the end of its input."""
+    process = subprocess.Popen([sys.executable, str(ROOT / "generate.py"), "--model", folder, "--max-tokens", "2",
+                                "--prompts", "-", "--quiet"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    for i in (1, 2):
+        process.stdin.write("hello\n")
+        process.stdin.flush()
+        assert select.select([process.stdout], [], [], 120)[0], "no answer"
+        assert json.loads(process.stdout.readline())["line"] == i
+    process.stdin.close()
+    assert process.wait(120) == 0
+
+
+# ------------------------------------------------------------------ speculative decoding
+
+
+def test_drafts_change_nothing_but_the_speed(capsys, folder, llm):
+    """By n-grams, by the model itself, by one with another context: the same tokens, and the figures are told."""
+    wanted, = llm.generate("abcabcabc", raw=True, max_tokens=20, ignore_eos=True)
+    for flags in (["--draft", "ngram"], ["--draft", "ngram", "--k", "3"], ["--draft", folder, "--k", "4"]):
+        code, out, err = run(capsys, "abcabcabc", "--raw", "--model", folder, "--dtype", "float64", "--max-tokens",
+                             "20", "--ignore-eos", *flags, "--compare")
+        assert code == 0 and out == wanted.text + "\n"
+        assert "tokens a pass" in err and "times as fast; the same tokens" in err
+        assert flags[1] == "ngram" or "100% accepted" in err
+
+
+def test_a_draft_model_must_have_the_vocabulary(folder, tmp_path):
+    other = tiny_folder(tmp_path / "other")
+    vocabulary = Path(other) / "tokenizer.json"
+    vocabulary.write_text(vocabulary.read_text().replace('"a": 97', '"a": 98').replace('"b": 98', '"b": 97', 1))
+    with pytest.raises(ValueError, match=r"cannot draft for .*token id 97 is b'a' for the target but b'b'"):
+        generate.load(folder, draft=other)
+    for k in (0, 65, True, "many", 2.0):
+        with pytest.raises(ValueError, match=r"k is .* but must be 'auto' or a number of drafts from 1 to 64"):
+            generate.load(folder, draft="ngram", k=k)
+
+
 @pytest.mark.parametrize("flags, mentions", [
     (["--prompts", "x", "hello"], "leave out the prompt"), (["--prompts", "x", "--json"], "--json"),
     (["--out", "x", "hello"], "--prompts"), (["--resume", "hello"], "--prompts"),
     (["--prompts", "no such file"], "cannot be read"), (["--max-batch", "0", "hello"], "--max-batch is 0"),
-    (["--token-budget", "0", "hello"], "--token-budget is 0"), (["--n", "17", "hello"], "n is 17")])
+    (["--token-budget", "0", "hello"], "--token-budget is 0"), (["--n", "17", "hello"], "n is 17"),
+    (["--prompts", __file__, "--temperature", "-1"], "temperature is -1"), (["--k", "3", "hello"], "--draft"),
+    (["--draft", "ngram", "--k", "0", "hello"], "k is 0"), (["--draft", "nowhere/model.gguf", "hello"], "nowhere"),
+    (["--compare", "--draft", "ngram", "--json", "hello"], "--compare")])
 def test_what_cannot_be_a_job_is_refused(capsys, folder, flags, mentions):
     code, out, err = run(capsys, *flags, "--model", folder, "--quiet")
     assert code == 2 and out == "" and err.count("\n") == 1 and mentions in err

@@ -38,4 +38,4 @@ def test_every_flag_that_the_readme_uses_exists():
     used = set()
     for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL):
         used |= set(re.findall(r"(?<=\s)--[\w-]+", re.sub(r"#.*", "", block)))
-    assert used - known <= {"--torch-backend"}
+    assert used - known <= {"--torch-backend", "--dist"}
