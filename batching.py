@@ -495,6 +495,15 @@ class Batcher:
 
     def _advance(self) -> None:
         """A step, without what is new."""
+        try:
+            self._try_step()
+        except Exception:
+            raise
+        except BaseException:  # an interrupt may have come between any two lines, those of the cache included
+            getattr(self.cache, "recover", lambda: None)()
+            raise
+
+    def _try_step(self) -> None:
         self._sweep()  # what an interrupt left over
         plan, drafts = self._schedule()
         if not plan and self.live:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import traffic
 from batching import Batcher, Request
-from generate import LLM
+from llm import LLM
 
 # ------------------------------------------------------------------ one run
 

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 
 import speculative
-from generate import LLM
+from llm import LLM
 
 FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "speculate.jsonl")
 

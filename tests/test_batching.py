@@ -14,6 +14,7 @@ import itertools
 import os
 import random
 import resource
+import sys
 import time
 from collections import Counter, defaultdict
 from types import SimpleNamespace
@@ -601,6 +602,49 @@ def test_an_exception_really_anywhere(error):
     for kind in range(4):
         for i, (name, numbers) in enumerate(places(kind).items()):
             survives(random.Random(f"{kind} {name}").choice(numbers), error, (i + kind) % 2 == 0, kind)
+
+
+def test_an_interrupt_between_any_two_lines_of_the_cache():
+    """Ctrl-C comes where it will, also half-way through a block's publication: whoever goes on loses nothing."""
+    def life(at: int) -> bool:
+        b, lines = batcher_for(12, max_batch=3, token_budget=9), 0
+        requests = [Request([1, 2, 3, 4, 5, i % 2], id=i, n=1 + i % 2, max_tokens=6, seed=i, ignore_eos=True)
+                    for i in range(4)]
+
+        def trace(frame, event, _):
+            nonlocal lines
+            if not frame.f_code.co_filename.endswith("kvcache.py"):
+                return None
+            lines += event == "line"
+            if lines > at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return trace
+
+        for r in requests:
+            b.add(r)
+        before, hit = sys.gettrace(), False
+        try:
+            sys.settrace(trace)
+            while b.live:
+                b.step()
+        except KeyboardInterrupt:
+            hit = True
+        finally:
+            sys.settrace(before)
+        while b.live:
+            step(b)
+        b.step()  # hands on what is still untold
+        for r in requests:
+            right(r)
+        over(b)
+        return hit
+
+    at = 0
+    while life(at):
+        at += 97
+    assert at > 1000, "there were lines to stop at"
+
 
 
 # ------------------------------------------------------------------ scripted models

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 import generate
+import speculative
+from batching import Request, Stats
 from gguf import GGUF
 from kvcache import PagedKVCache
+from llm import _drafter
 from model import Config, Llama
 
 PROMPT = [
@@ -82,19 +85,19 @@ def test_greedy_tokens_are_the_same_with_every_drafter(default_gguf):
     text = llm.tokenizer.encode("\n".join(topics[key] for key in sorted(topics))[:20000])
     prompts = [text[17 * i: 17 * i + 4 + i % 13] for i in range(200)]
 
-    def say(drafter, drafts) -> tuple[list[list[int]], generate.batching.Stats]:
-        how = {} if drafter is None else {"verify": generate.speculative.verify, "drafts": drafts}
+    def say(drafter, drafts) -> tuple[list[list[int]], Stats]:
+        how = {} if drafter is None else {"verify": speculative.verify, "drafts": drafts}
         batcher = llm.new_batcher(drafter=drafter, **how)
-        requests = [generate.Request(p, max_tokens=8, sampling={"temperature": 0}, ignore_eos=True) for p in prompts]
+        requests = [Request(p, max_tokens=8, sampling={"temperature": 0}, ignore_eos=True) for p in prompts]
         for _ in batcher.run(requests):
             pass
         llm.cache.check()
         return [r.samples[0].ids for r in requests], batcher.stats
 
     wanted, _ = say(None, 0)
-    small = generate._drafter(llm, default_gguf, {"context": 256, "max_batch": 16})
-    adaptive = generate.speculative.AdaptiveK()
-    for drafter, drafts in ((generate.speculative.NgramDrafter(), 3), (generate.speculative.NgramDrafter(), adaptive),
+    small = _drafter(llm, default_gguf, {"context": 256, "max_batch": 16})
+    adaptive = speculative.AdaptiveK()
+    for drafter, drafts in ((speculative.NgramDrafter(), 3), (speculative.NgramDrafter(), adaptive),
                             (small, 3)):
         found, stats = say(drafter, drafts)
         assert drafts is adaptive or stats.accepted > 20

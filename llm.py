@@ -1,0 +1,447 @@
+"""llm.py - weights to tokens from Python: a model of any kind on disk, ready to answer.
+
+    import llm
+    model = llm.load()                                     # or a path: a .gguf file, a Hugging Face folder
+    print(model.generate(["Why is the sky blue?"], temperature=0)[0].text)
+
+Everything else in this folder is one concept in one file, and no file knows another. Here they meet: checkpoint.py or
+gguf.py brings weights, layouts.py reads those that others have quantized, packed.py computes on them as they are,
+vocab.py reads vocabularies, tokenizer.py makes ids of text and chat.py of a conversation, model.py computes, kvcache.py
+remembers, sampling.py chooses, batching.py lets many requests share each pass, speculative.py makes several tokens of
+one, graphs.py replays passes on a GPU. There is one loop, the batcher's: one prompt, a list and n answers to each go
+through it. `generate.py` is the command line on top.
+"""
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+import attention
+import batching
+import checkpoint
+import flash
+import gguf
+import graphs as cuda_graphs
+import kvcache
+import layouts
+import packed
+import sampling
+import speculative
+import vocab
+from batching import Batcher, Request
+from chat import ChatTemplate
+from kvcache import PagedKVCache
+from model import Config, Llama
+from stream import StreamDecoder
+from tokenizer import Tokenizer
+
+CHUNK = 512  # most tokens of one pass
+BESIDE = 16  # on a CPU, most prompt tokens of a pass in which somebody is answered: he waits about twice as long
+CATCH_UP = 64  # tokens of a pass of the draft model over a text that it has not seen
+KV_GIB = 2.0  # the KV cache takes at most so much by default; the context shrinks to what fits
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+            "logit_bias")
+REQUEST = ("max_tokens", "min_tokens", "stop", "ignore_eos", "seed", "n", "logprobs", "priority", "salt")
+
+# ------------------------------------------------------------------ loading
+
+
+def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", context: int | None = None,
+         repack: str | None = None, kv_dtype: str = "auto", kv_memory: float = KV_GIB, max_batch: int = 16,
+         token_budget: int = CHUNK, graphs: bool = True, draft: str | None = None, k: int | str = "auto") -> LLM:
+    """A model ready to answer.
+
+    path     a .gguf file, a Hugging Face folder (also one quantized by compressed-tensors, GPTQ or AWQ), a .safetensors
+             file with config.json beside it, `org/model` for the Hugging Face hub, or None for the default model
+             (fetched once, 98 MB)
+    dtype    auto: quantized weights stay as they are where there is a kernel for them; activations and all else in
+             bfloat16 where the machine multiplies it natively, else float32. float32, bfloat16, float16 and float64
+             expand every weight to that
+    device   auto (cuda if there is one, else cpu) or a torch device
+    context  most tokens of one conversation; None: the model's own, or what fits the KV cache
+    kv_dtype    auto (the activations'), int8 or fp8: one byte and a scale, which halves the cache of bfloat16
+    kv_memory   GiB that the KV cache may take, at most; what nobody uses keeps earlier prompts
+    max_batch, token_budget    most samples and most tokens of one pass of the model
+    graphs   on CUDA, replay captured graphs for steps in which every sample gets one token
+    draft, k  speculative decoding: drafts by `ngram` (what followed the same words before) or by a smaller model (a
+             path) of the same vocabulary; so many of them, auto: as many as pay. The answers stay what they were
+    repack   int8 or int4: quantized weights without a kernel (Q6_K, fp8, ...) are rounded once more to run packed too
+    """
+    if k != "auto" and not (type(k) is int and 1 <= k <= 64):
+        raise ValueError(f"k is {k!r}, but must be 'auto' or a number of drafts from 1 to 64")
+    if not 0 < kv_memory < 2**20:
+        raise ValueError(f"a KV cache of {kv_memory} GiB cannot be; give a number above 0")
+    if kv_dtype not in ("auto", "int8", "fp8"):
+        raise ValueError(f"kv_dtype {kv_dtype!r} is unknown; known are auto, int8, fp8")
+    asked, path = path, checkpoint.resolve(path)
+    device = _device(device)
+    if dtype not in ("auto", *DTYPES):
+        raise ValueError(f"dtype {dtype!r} is unknown; known are auto, {', '.join(DTYPES)}")
+    keep = dtype == "auto"
+    if repack not in (None, "int8", "int4") or (repack and not keep):
+        raise ValueError(f"repack {repack!r} must be int8 or int4, and goes with dtype auto only, not {dtype}")
+    dtype = DTYPES[dtype] if not keep else torch.bfloat16 if _native_bfloat16(device) else torch.float32
+    is_gguf = os.path.isfile(path) and not path.endswith(".safetensors")
+    source = _read_gguf(path, dtype, keep) if is_gguf else _read_folder(path)
+    config = Config.from_dict(source.config)
+    weights = Weights(source.tensors, keep, int(repack[3:]) if repack else None, dtype, device)
+    model = Llama.from_tensors(config, weights, dtype, device, packed).fuse_()
+    ends = source.generation.get("eos_token_id")
+    ends = source.config.get("eos_token_id") if ends is None else ends
+    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    if not all(type(i) is int for i in ends):
+        raise ValueError(f"{path}: eos_token_id is {ends}, but must be token ids")
+    name = asked if asked and not os.path.exists(asked) else os.path.basename(os.path.abspath(path))
+    kv = dtype if kv_dtype == "auto" else kv_dtype
+    blocks = kvcache.blocks_that_fit(config, kv, int(kv_memory * 2**30))
+    context = _context(context, config, blocks * 16, kv_memory)
+    kernel = flash.paged_attention if device.type == "cuda" and flash.triton else attention.paged_attention
+    cache = PagedKVCache(config.n_layer, config.n_kv_head, config.head_dim,
+                         min(blocks, max(2, max_batch) * -(-context // 16)), 16, max_seq_len=context, dtype=kv,
+                         device=device, window=config.sliding_window, attention=kernel)
+    llm = LLM(model, source.tokenizer, name, cache, {*ends, *source.tokenizer.eos_ids},
+              _sampling_defaults(source.generation), f"{name}: {_about(source, weights, model)}")
+    if draft is not None:
+        llm.drafter = _drafter(llm, draft, dict(device=str(device), kv_memory=kv_memory, max_batch=max_batch))
+        llm.k = k
+    llm.options = {"max_batch": max_batch, "token_budget": token_budget, "graphs": graphs}
+    llm.batcher = llm.new_batcher()
+    return llm
+
+
+def _drafter(llm: LLM, draft: str, options: dict):
+    """What proposes drafts for llm: n-grams, or a smaller model."""
+    if draft == "ngram":
+        return speculative.NgramDrafter(ends=llm.eos_ids)
+    small = load(draft, **options)
+    words = [[one.tokenizer.token_bytes(i) or None for i in range(one.model.config.vocab_size)] for one in (llm, small)]
+    try:
+        speculative.check_vocabulary(*words)
+    except ValueError as error:
+        raise ValueError(f"{draft} cannot draft for {llm.name}: {error}") from None
+    return speculative.DraftModel(small.model, small.cache, len(words[0]), draft_vocab_size=len(words[1]),
+                                  ends=llm.eos_ids, chunk=CATCH_UP, salt=lambda sample: sample.request.salt)
+
+
+class Source(NamedTuple):
+    """A model as it lies on disk."""
+    config: dict                # in the style of config.json
+    tensors: Mapping            # name -> tensor, or packed weight (see packed.py)
+    tokenizer: Tokenizer
+    generation: dict            # generation_config.json
+    kinds: list[str]            # how the weights are stored, for people to read
+    nbytes: int                 # of all tensors on disk
+    quantized: bool = False     # by one of the methods of layouts.py
+
+
+def _read_gguf(path: str, dtype: torch.dtype, keep: bool) -> Source:
+    file = gguf.GGUF(path, dtype, packed=keep)
+    kinds = sorted(file.types, key=file.types.get, reverse=True)
+    return Source(file.config, file, Tokenizer(**vocab.read_gguf(file.metadata)), {}, kinds, file.nbytes)
+
+
+def _read_folder(path: str) -> Source:
+    folder = checkpoint.load(path)
+    method = folder.config.get("quantization_config")
+    if not method and any(name.endswith((".qweight", ".weight_packed")) for name in folder.tensors):
+        raise ValueError(f"{path} holds packed weights, but its config.json has no quantization_config that says how")
+    tensors = layouts.read(folder.config, folder.tensors) if method else folder.tensors
+    config = {k: v for k, v in folder.config.items() if k != "quantization_config"}
+    tokenizer = Tokenizer(**vocab.read_folder(path if os.path.isdir(path) else os.path.dirname(path) or "."))
+    stored = list(folder.tensors.values())  # views of the mapped files: nothing is read
+    kinds = [method["quant_method"]] if method else sorted({str(t.dtype).removeprefix("torch.") for t in stored})
+    return Source(config, tensors, tokenizer, folder.generation, kinds, sum(t.nbytes for t in stored), bool(method))
+
+
+class Weights(Mapping):
+    """What the model takes its weights from. A packed weight is passed on as it is if it may stay packed and there is a
+    kernel for it, and expanded otherwise."""
+
+    def __init__(self, tensors: Mapping, keep: bool, repack: int | None, dtype: torch.dtype, device: torch.device):
+        self.tensors, self.keep, self.repack, self.dtype, self.device = tensors, keep, repack, dtype, device
+        self.sizes, self.packed = {}, set()  # name -> number of weights; names of those that stayed packed
+        self.errors, self.bits = {}, set()  # name -> relative error of those packed anew; widths of codes that were met
+
+    def __getitem__(self, name: str) -> torch.Tensor | dict:
+        weight = self.tensors[name]
+        if not isinstance(weight, Mapping):
+            self.sizes[name] = weight.numel()
+            return weight
+        self.sizes[name] = weight["codes"].numel()
+        self.bits.add(weight["bits"])
+        if self.repack and not packed.fast(weight, self.device) and weight["codes"].shape[1] % 32 == 0:
+            again, error = packed.repack(layouts.dequantize(weight), self.repack)
+            if packed.fast(again, self.device):
+                weight, self.errors[name] = again, error
+        if not (self.keep and packed.fast(weight, self.device)):
+            return layouts.dequantize(weight, self.dtype)
+        self.packed.add(name)
+        return weight
+
+    def __iter__(self):
+        return iter(self.tensors)
+
+    def __len__(self):
+        return len(self.tensors)
+
+    def __contains__(self, name):
+        return name in self.tensors
+
+
+def _about(source: Source, weights: Weights, model: Llama) -> str:
+    """One line on what was found and how it runs."""
+    stale = "lm_head.weight" if source.config.get("tie_word_embeddings") else None  # may be stored, and is not used
+    sizes = {name: size for name, size in weights.sizes.items() if name != stale}
+    n, size = sum(sizes.values()), source.nbytes
+    share, dtype = sum(sizes.get(x, 0) for x in weights.packed) / n, str(weights.dtype).removeprefix("torch.")
+    runs = "packed" if share > 0.99 else f"{share:.0%} packed, the rest in {dtype}" if share else f"in {dtype}"
+    if weights.repack and not weights.errors:
+        runs += " (there was nothing to repack)"
+    elif weights.repack:
+        runs += (f" ({sum(sizes.get(x, 0) for x in weights.errors) / n:.0%} repacked to {weights.repack} bits, "
+                 f"relative error up to {max(weights.errors.values()):.1%})")
+    width = f", {' and '.join(map(str, sorted(weights.bits)))} bits" if source.quantized else ""
+    memory = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    return (f"{source.config['model_type']}, {n / 1e6:,.1f} M parameters in {size / 1e6:,.1f} MB, {8 * size / n:.1f} "
+            f"bits each ({', '.join(source.kinds)}{width}); runs {runs}, {memory / 1e6:,.1f} MB")
+
+
+def _device(device: str) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        if str(device).split(":")[0] not in ("cpu", "cuda"):
+            raise RuntimeError("it is neither cpu nor cuda nor cuda:N")
+        device = torch.device(device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {str(device)!r} cannot be used: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def _context(context: int | None, config: Config, fits: int, gib: float) -> int:
+    """Tokens of one conversation: as asked for, else the model's own, or what the KV cache has room for."""
+    if context is None and fits:
+        return min(config.max_seq_len, fits)
+    if context is None or fits < context <= config.max_seq_len:
+        raise ValueError(f"a KV cache of {gib:g} GiB holds {fits} tokens, fewer than the {context or 1} of one "
+                         "conversation; allow it more with --kv-memory, or take --kv-dtype int8")
+    if not 1 <= context <= config.max_seq_len:
+        raise ValueError(f"a context of {context} tokens was asked for; this model has 1 to {config.max_seq_len}")
+    return context
+
+
+def _native_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cpu" and getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+
+
+def _sampling_defaults(generation: dict) -> dict:
+    """The sampling that the model's makers recommend in generation_config.json; greedy if they say nothing."""
+    found = {k: generation[k] for k in SAMPLING if isinstance(generation.get(k), (int, float))}
+    if not generation.get("do_sample", "temperature" in found):
+        found["temperature"] = 0.0
+    return found
+
+
+# ------------------------------------------------------------------ answering
+
+
+class LLM:
+    """A model, its tokenizer, its KV cache and the batcher that everything runs on. `load` makes one."""
+
+    def __init__(self, model: Llama, tokenizer: Tokenizer, name: str, cache: PagedKVCache, eos_ids: set[int],
+                 defaults: dict, about: str = ""):
+        weight = model.model["norm"].weight
+        self.model, self.tokenizer, self.name = model, tokenizer, name
+        self.cache, self.context = cache, cache.max_seq_len
+        self.eos_ids, self.defaults, self.about = eos_ids, defaults, about
+        self.device, self.dtype = weight.device, weight.dtype
+        is_packed = any(isinstance(m, packed.QuantLinear) for m in model.modules())
+        self.weights = "packed" if is_packed else str(weight.dtype).removeprefix("torch.")
+        self.drafter, self.k, self.graphs = None, "auto", None
+        self.options = {"max_batch": 16, "token_budget": CHUNK, "graphs": True}
+        self.batcher = self.new_batcher()
+
+    def new_batcher(self, **options) -> Batcher:
+        """A batcher on this model and cache; options are Batcher's, beside `graphs`. Use one at a time."""
+        options = {**self.options, **options}
+        if self.drafter is not None and "drafter" not in options:
+            options.update(drafter=self.drafter, verify=speculative.verify, drafts=self.new_drafts())
+        options.setdefault("chunk", min(BESIDE, options["token_budget"]) if self.device.type == "cpu" else None)
+        if options.pop("graphs") and self.device.type == "cuda":
+            if self.graphs is None or self.graphs.sizes[-1] < options["max_batch"]:  # captured once for all batchers
+                self.graphs = cuda_graphs.Graphs(self.model, self.cache, options["max_batch"])
+            options["forward"] = self.graphs
+        return Batcher(self.model, self.cache, sampling, self.model.config.vocab_size, eos_ids=self.eos_ids,
+                       decoder=lambda ids, stop: StreamDecoder(self.tokenizer, stop, ids), **options)
+
+    def new_drafts(self) -> int | speculative.AdaptiveK:
+        """How many drafts a batcher asks for: k, or what it will learn."""
+        least = {} if isinstance(self.drafter, speculative.NgramDrafter) else {"least": 0.0}
+        return speculative.AdaptiveK(**least) if self.k == "auto" else self.k
+
+    def encode(self, prompt: str, *, raw: bool = False, system: str | None = None) -> list[int]:
+        """Ids of a prompt: through the chat template, or as it is if raw."""
+        if not isinstance(prompt, str):
+            raise ValueError(f"a prompt is a text, not {type(prompt).__name__}; for token ids use answer(ids), for a "
+                             "conversation answer(encode_chat(messages))")
+        if raw and system is not None:
+            raise ValueError("a system message needs the chat template, which raw leaves out")
+        if raw:
+            return self.tokenizer.encode(prompt)
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        return self.encode_chat([*messages, {"role": "user", "content": prompt}])
+
+    def encode_chat(self, messages: Sequence[dict]) -> list[int]:
+        """Ids of a conversation, a list of {"role", "content"}, up to where the model's answer begins."""
+        if self.tokenizer.chat_template is None:
+            raise ValueError(f"{self.name} has no chat template; use --raw (raw=True) to continue the prompt as it is")
+        return self._template.encode(messages, self.tokenizer)
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer.chat_template)
+
+    def generate(self, prompts: str | Sequence[str], *, raw: bool = False, system: str | None = None,
+                 **options) -> list[Answer]:
+        """The answers to one prompt or several, finished; they are computed together. For options see `answer`.
+
+        One that fails has finish_reason "error" and says why in .error; if it is the only one, RuntimeError is raised.
+        """
+        prompts = [prompts] if isinstance(prompts, str) else prompts
+        answers = [self.answer(self.encode(p, raw=raw, system=system), **options) for p in prompts]
+        try:
+            for answer in answers:  # a wrong option has been found before any work
+                answer.begin()
+            unfinished = deque(answers)
+            while unfinished:
+                if unfinished[0].finished:
+                    unfinished.popleft()
+                else:
+                    self.batcher.step()
+        finally:
+            for answer in answers:
+                answer.close()
+        if len(answers) == 1:
+            answers[0].raise_error()
+        return answers
+
+    def answer(self, prompt_ids: Sequence[int], **options) -> Answer:
+        """An Answer to the prompt: iterate over it to get its text as it is made.
+
+        max_tokens  most tokens to generate, the stop token included; None: what the context holds
+        stop        strings that end the answer; they and what follows are not part of its text
+        seed        None draws a fresh one; the same seed, prompt and options give the same answer
+        n           how many answers, each with its own randomness: .samples has all, the Answer's text is the first's
+        logprobs    also the log-probabilities of so many most likely tokens
+        min_tokens, ignore_eos, priority, salt    as in batching.Request
+        temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias
+                    defaults from the model's generation_config, else greedy
+        Raises ValueError for an empty or too long prompt, ids outside the vocabulary and unknown or senseless options.
+        """
+        unknown = set(options) - set(SAMPLING) - set(REQUEST)
+        if unknown:
+            raise ValueError(f"unknown option {min(unknown)!r}; known are {', '.join((*SAMPLING, *REQUEST))}")
+        options = {k: v for k, v in options.items() if v is not None}
+        if isinstance(options.get("stop", ""), str):
+            options["stop"] = [options["stop"]] if "stop" in options else []
+        elif not isinstance(options["stop"], (list, tuple)):
+            raise ValueError(f"stop is {options['stop']!r:.80}, but must be a text or a list of texts")
+        chosen = {**self.defaults, **{k: options.pop(k) for k in SAMPLING if k in options}}
+        request = Request(prompt_ids, sampling=chosen, **options)
+        self.batcher.check(request)
+        return Answer(self, request)
+
+
+class Answer:
+    """One answer (or n of them). Iterate over it once for the pieces of its text; the rest fills up meanwhile.
+
+    Set `abort` at any time (from a signal handler, say) to end it before the next token.
+    """
+
+    def __init__(self, llm: LLM, request: Request):
+        self.llm, self.request, self.abort = llm, request, False
+        self.ttft_s: float | None = None  # time to first token, in seconds
+        self.decode_s = 0.0  # spent on the tokens after the first
+        self._pieces, self._begun, self._idle_s, self._heard = deque(), None, 0.0, 0.0
+        self._batcher: Batcher | None = None
+        request.on_event = self._hear
+
+    def __repr__(self) -> str:
+        return f"Answer({self.text!r:.60}, {len(self.ids)} tokens, {self.finish_reason})"
+
+    @property
+    def samples(self) -> list[batching.Sample]:
+        return self.request.samples
+
+    prompt_ids = property(lambda self: self.request.prompt_ids)
+    ids = property(lambda self: self._first("ids", []))  # generated, the stop token included
+    text = property(lambda self: self._first("text", ""))
+    finish_reason = property(lambda self: self._first("finish_reason", None))  # stop, length, abort or error
+    error = property(lambda self: self._first("error", None))
+    cached = property(lambda self: self._first("cached", 0))  # prompt tokens that were in the KV cache already
+    logprobs = property(lambda self: self._first("logprobs", []))  # {"id", "logprob", "top"} a token, if asked for
+
+    def _first(self, name: str, default):
+        return getattr(self.samples[0], name) if self.samples else default
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Decoding speed: tokens after the first, by the time they took."""
+        return (len(self.ids) - 1) / self.decode_s if len(self.ids) > 1 and self.decode_s > 0 else None
+
+    def _hear(self, event: batching.Event) -> None:
+        if event.sample == 0 and event.token is not None:
+            self._heard = time.perf_counter()
+            seconds = self._heard - self._begun - self._idle_s
+            if self.ttft_s is None:
+                self.ttft_s = seconds
+            self.decode_s = seconds - self.ttft_s
+        if event.sample == 0 and event.text:
+            self._pieces.append(event.text)
+
+    def begin(self) -> None:
+        """Queue it: whoever steps the batcher now computes it too."""
+        if self._begun is not None:
+            raise ValueError("an answer can be iterated over once; its text and ids are in .text and .ids")
+        self._begun, self._batcher = time.perf_counter(), self.llm.batcher
+        self._batcher.add(self.request)
+
+    def close(self) -> None:
+        """End it, if it has not ended."""
+        if self._batcher is not None and self._batcher.live.get(self.request.id) is self.request:
+            self._batcher.abort(self.request.id)
+
+    def raise_error(self) -> None:
+        if self.error is not None:
+            raise RuntimeError(self.error)
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.samples) and all(s.finish_reason is not None for s in self.samples)
+
+    def __iter__(self) -> Iterator[str]:
+        self.begin()
+        try:
+            while self._pieces or not self.finished:
+                if self.abort:
+                    self.close()
+                elif not self._pieces:
+                    self._batcher.step()
+                while self._pieces:
+                    begin = time.perf_counter()
+                    yield self._pieces.popleft()
+                    # The time that the reader takes is not counted, unless he had the batcher step meanwhile.
+                    self._idle_s += time.perf_counter() - max(begin, self._heard)
+        finally:
+            self.close()
+        self.raise_error()
