@@ -289,7 +289,7 @@ def prefix(args: argparse.Namespace) -> dict:
 
 def serving(args: argparse.Namespace) -> dict:
     llm, slots = generate.load(args.model, dtype=args.dtype[0], max_batch=args.slots), args.slots
-    steps = -(-args.long // min(generate.BESIDE, generate.CHUNK))  # of the spike, in which every stream gets a token
+    steps = -(-4 * args.long // generate.BESIDE)  # of the spike, in which every stream gets a token; rather more
     needs = {"mix": args.prompt + args.output, "spike": max(args.long + 1, 64 + 8 + 40 + steps + 1),
              "arrivals": args.shared + args.prompt + args.output}
     for part in args.parts:

@@ -1230,10 +1230,9 @@ def test_ld_18_fuzz(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2, 4))
-def test_ld_18_fuzz_more(path, seed):
-    """LD-18: the same with 120,000 files."""
-    opened, longest = fuzz(path, seed=seed, n=20000)
+def test_ld_18_fuzz_more(path):
+    """LD-18: the same with many more files."""
+    opened, longest = fuzz(path, seed=2, n=20000)
     assert opened > 200 and longest < 10
 
 
