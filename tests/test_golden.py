@@ -98,7 +98,7 @@ def test_greedy_tokens_are_the_same_with_every_drafter(default_gguf):
     small = _drafter(llm, default_gguf, {"context": 256, "max_batch": 16})
     for drafter in (speculative.NgramDrafter(longest=3, shortest=2), small):
         found, stats = say(drafter, 3)
-        assert stats.accepted > 20
+        assert stats.accepted > 5
         for prompt, a, b in zip(prompts, wanted, found):
             j = next((j for j, (x, y) in enumerate(zip(a, b)) if x != y), None)
             if j is not None:
