@@ -464,6 +464,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.dtype = list(dict.fromkeys(args.dtype or ["auto"]))
     try:
+        if len(args.dtype) > 1 and args.run not in (latency, perplexity):
+            raise ValueError(f"{args.command} measures one --dtype, not {' and '.join(args.dtype)}; give one")
         least = {"window": 2, **dict.fromkeys(("rate", "ttft", "tpot", "sigma", "kv_memory"), 0)}
         for name, value in vars(args).items():  # a list: its least
             value = min(value) if isinstance(value, list) and value and isinstance(value[0], int) else value

@@ -113,6 +113,7 @@ def test_matmuls_are_those_of_a_step(folder, default_gguf):
 @pytest.mark.parametrize("argv, mentions", [
     (["perplexity", "nowhere.txt"], "nowhere.txt"), (["perplexity", "pydoc", "--window", "0"], "--window"),
     (["latency", "--rounds", "0"], "--rounds"),
+    (["prefix", "--dtype", "float32", "--dtype", "auto"], "prefix measures one --dtype"),
     (["latency", "--peer", "llama.cpp", "--prompts", "8", "--contexts", "4"], ".gguf"),
     (["latency", "--prompts", "1000"], "1000"),
 ])
