@@ -19,6 +19,7 @@ kernel of the same signature takes their place. What makes the difference on a C
 - query heads that share a key/value head become rows of one product with it (grouped-query attention)
 - blocks that lie in one run are read in place, others are gathered first
 - few new tokens of many sequences of like length go as one padded batch, not in a loop
+- what the layers of a step have in common (which keys, where they lie, masks) is worked out once and kept in a memo
 - a chunk of a prompt is cut into groups of rows, so that no mask grows with rows times keys
 - keys of another type than the queries are converted a piece at a time, and the scales of a quantized cache multiply
   scores and weights (one number a key), not keys and values (head_dim numbers). Pieces are joined by the log-sum-exp of
@@ -32,6 +33,7 @@ D head_dim, S cached length.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +50,7 @@ PIECE = 1024  # keys of a quantized cache that become floating point at once
 def reference_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
                         kv_len: torch.Tensor, q_start: torch.Tensor, scale: float, *, max_q: int,
                         window: int | None = None, k_scale: torch.Tensor | None = None,
-                        v_scale: torch.Tensor | None = None, return_lse: bool = False):
+                        v_scale: torch.Tensor | None = None, return_lse: bool = False, memo: dict | None = None):
     """Attention through a block table, slow and plain: sequence by sequence, all scores at once.
 
     q (N, H, D) -> (N, H, D), and the log-sum-exp (N, H) if asked; the other arguments are paged_attention's.
@@ -79,7 +81,7 @@ def reference_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.T
 def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
                     kv_len: torch.Tensor, q_start: torch.Tensor, scale: float, *, max_q: int,
                     window: int | None = None, k_scale: torch.Tensor | None = None,
-                    v_scale: torch.Tensor | None = None, return_lse: bool = False):
+                    v_scale: torch.Tensor | None = None, return_lse: bool = False, memo: dict | None = None):
     """Attention of N packed new tokens to the cached keys of their own sequences, their own included.
 
     q            (N, H, D), sequence b's rows are q_start[b] .. q_start[b + 1]
@@ -88,6 +90,8 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     scale        multiplies q.k, usually D ** -0.5;  max_q: most new tokens of one sequence (kernels size grids by it)
     window       a token sees so many keys at most, itself included
     k_scale, v_scale   (n_blocks, block_size, G) float32: then the caches hold codes, worth code * scale
+    memo         a dict, empty at first, kept by the caller for as long as these index tensors and the window stay as
+                 they are, that is for the layers of one step: the first one leaves there what all have in common
     Returns (N, H, D), with return_lse also the natural log-sum-exp of the scores (N, H), float32 or wider.
 
     A row that sees no key at all (kv_len < n) gives zeros, and -inf as log-sum-exp.
@@ -95,33 +99,84 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     if window is not None and window < 1:
         raise ValueError(f"window is {window}, but counts the token itself and must be 1 or more")
     caches = (k_cache, v_cache) if k_scale is None else (k_cache, v_cache, k_scale[..., None], v_scale[..., None])
-    starts, lengths = q_start.tolist(), kv_len.tolist()
-    assert starts[-1] == len(q), f"q has {len(q)} rows, but q_start ends at {starts[-1]}"
-    if len(lengths) == 1 and lengths[0]:  # the usual case of one sequence: nothing to sort, nothing to put together
-        out, lse = _attend_one(q, caches, block_table[0], lengths[0], scale, window, return_lse)
+    memo = {} if memo is None else memo
+    if "parts" not in memo:
+        in_place = all(_in_a_row(cache) for cache in caches)
+        memo["parts"] = _parts(block_table, kv_len, q_start, k_cache.shape[1], window, in_place)
+        memo["rows"] = int(q_start[-1])
+    assert memo["rows"] == len(q), f"q has {len(q)} rows, but q_start ends at {memo['rows']}"
+    parts = memo["parts"]
+    if len(parts) == 1 and parts[0].B * parts[0].n == len(q):  # nothing to put together
+        out, lse = _attend_part(q, caches, parts[0], scale, return_lse)
         return (out, lse) if return_lse else out
     out, lse = torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, dtype=_wide(q), device=q.device)
-    for batch in _batches(starts, lengths):
-        b, B = batch[0], len(batch)
-        rows, table, S = slice(starts[b], starts[b + 1]), block_table, kv_len
-        if B == 1:
-            part = _attend_one(q[rows], caches, table[b], lengths[b], scale, window, return_lse)
-        else:
-            if len(lengths) > B:
-                rows = torch.tensor([r for b in batch for r in range(starts[b], starts[b + 1])], device=q.device)
-                table, S = (x.index_select(0, torch.tensor(batch, device=q.device)) for x in (table, S))
-            else:
-                rows = slice(None)
-            longest = max(lengths[b] for b in batch)
-            part = _attend_many(q[rows].unflatten(0, (B, -1)), caches, table, S, longest, scale, window, return_lse)
-        out[rows] = part[0]
+    for part in parts:
+        out[part.rows], sums = _attend_part(q[part.rows], caches, part, scale, return_lse)
         if return_lse:
-            lse[rows] = part[1]
+            lse[part.rows] = sums
     return (out, lse) if return_lse else out
 
 
 def _wide(q: torch.Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
+
+
+@dataclass(eq=False)
+class _Part:
+    """Sequences that are computed together, with all that their layers have in common."""
+
+    rows: slice | torch.Tensor  # which of the packed new tokens
+    B: int  # sequences
+    n: int  # new tokens of each
+    S: int  # keys of each, or of the longest
+    W: int  # of these the last W are read, all that a window lets be seen; shorter sequences are padded to W
+    window: int  # of a token; S if there is none
+    run: tuple[int, int] | None = None  # keys that lie in one run: the block and the token in it where they begin
+    slots: torch.Tensor | None = None  # (B * W,), where keys lie that are no run
+    hidden: torch.Tensor | None = None  # (B, n, W), of several sequences: True where a key is not seen
+    masks: dict = field(default_factory=dict)  # by kind, see `_mask`
+
+
+def _parts(block_table: torch.Tensor, kv_len: torch.Tensor, q_start: torch.Tensor, block_size: int,
+          window: int | None, in_place: bool) -> list[_Part]:
+    """The parts of a step; sequences without new tokens or without keys are in none. in_place: runs can be views."""
+    starts, lengths, device, parts = q_start.tolist(), kv_len.tolist(), block_table.device, []
+    for batch in _batches(starts, lengths):
+        b, B = batch[0], len(batch)
+        n, S = starts[b + 1] - starts[b], max(lengths[b] for b in batch)
+        seen = S if window is None else min(window, S)
+        rows = slice(starts[b], starts[batch[-1] + 1])
+        if rows.stop - rows.start > B * n:  # others are among them
+            rows = torch.tensor([r for b in batch for r in range(starts[b], starts[b + 1])], device=device)
+        part = _Part(rows, B, n, S, min(S, seen + n - 1), seen)
+        if B == 1:
+            first, blocks = S - part.W, block_table[b]
+            numbers = blocks[first // block_size: -(-S // block_size)].tolist()
+            if in_place and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+                part.run = numbers[0], first % block_size
+            else:
+                t = torch.arange(first, S, device=device)
+                part.slots = blocks.index_select(0, t // block_size) * block_size + t % block_size
+        else:
+            mine = None if len(lengths) == B else torch.tensor(batch, device=device)
+            table, ends = (x if mine is None else x.index_select(0, mine) for x in (block_table, kv_len))
+            _pad_together(part, table, ends, block_size)
+        parts.append(part)
+    return parts
+
+
+def _pad_together(part: _Part, table: torch.Tensor, kv_len: torch.Tensor, block_size: int) -> None:
+    """Slots and mask of several sequences, table (B, max_blocks), kv_len (B,).
+
+    subtle: a key that pads is a copy of its sequence's first key, which is masked. Were it read from where the padding
+    points to, it could be NaN, and 0 * NaN is NaN.
+    """
+    t = (kv_len - part.W).clamp(min=0)[:, None] + torch.arange(part.W, device=table.device)  # (B, W), which keys
+    at = kv_len[:, None] - part.n + torch.arange(part.n, device=table.device)  # (B, n), where the new tokens stand
+    age = at[..., None] - t[:, None]  # (B, n, W), how far back a key lies
+    part.hidden = (age < 0) | (age >= part.window)
+    slots = table.gather(1, t // block_size) * block_size + t % block_size  # (B, W)
+    part.slots = torch.where(t < kv_len[:, None], slots, slots[:, :1]).flatten()
 
 
 def _batches(starts: list[int], lengths: list[int]) -> list[list[int]]:
@@ -144,91 +199,78 @@ def _batches(starts: list[int], lengths: list[int]) -> list[list[int]]:
     return [sorted(batch) for batch in batches]
 
 
-def _attend_one(q: torch.Tensor, caches: tuple, blocks: torch.Tensor, S: int, scale: float, window: int | None,
-                return_lse: bool) -> tuple:
-    """The n new tokens q (n, H, D) of one sequence of S keys -> (n, H, D), log-sum-exp (n, H) or None."""
-    (n, H, D), G = q.shape, caches[0].shape[2]
-    group, window = H // G, min(window or S, S)
-    first = max(0, S - n - window + 1)  # the first key that any row sees
-    keys = _read(caches, blocks, first, S)  # (1, G, S - first, D)
-    if n == 1:
-        out, lse = _attend(q.view(1, G, group, D), *keys, mask=None, scale=scale, return_lse=return_lse)
-        return out.reshape(1, H, D), lse.view(1, H) if return_lse else None
-    if n == S == window and caches[0].dtype == q.dtype and not return_lse:
+def _attend_part(q: torch.Tensor, caches: tuple, part: _Part, scale: float, return_lse: bool) -> tuple:
+    """The new tokens q (B * n, H, D) of a part's sequences -> (B * n, H, D), log-sum-exp (B * n, H) or None."""
+    (_, H, D), G, B, n, S, W = q.shape, caches[0].shape[2], part.B, part.n, part.S, part.W
+    group, keys = H // G, [_read(cache, part) for cache in caches]  # (G, B, W, D)
+    if 1 < n == S == part.window and B == 1 and caches[0].dtype == q.dtype and not return_lse:
         # A whole prompt: torch's own causal mask is right here and needs no (n, S) matrix.
-        out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], *keys, is_causal=True, scale=scale,
-                                             enable_gqa=True)  # (1, H, n, D)
+        out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], *(k.transpose(0, 1) for k in keys),
+                                             is_causal=True, scale=scale, enable_gqa=True)  # (1, H, n, D)
         return out[0].transpose(0, 1), None
-    out, lse = torch.zeros_like(q), torch.full((n, H), -torch.inf, dtype=_wide(q), device=q.device)
-    at_once = max(1, MASK_CELLS // (group * S))
-    for begin in range(max(0, n - S), n, at_once):  # the first n - S rows, if any, see nothing
+    at_once = n if B > 1 else max(1, MASK_CELLS // (group * S))
+    whole = n <= min(at_once, S)
+    out, lse = (None, None) if whole else (torch.zeros_like(q), torch.full((n, H), -torch.inf, dtype=_wide(q),
+                                                                           device=q.device))
+    for begin in range(max(0, n - S), n, at_once):  # of one sequence the first n - S rows, if any, see nothing
         end = min(begin + at_once, n)
-        r, last = end - begin, S - n + end  # these rows see keys before `last`, the last row `last - 1`
-        since = max(0, last - r - window + 1)
-        seen = [k[:, :, since - first: last - first] for k in keys]
-        rows = q[begin:end].view(r, G, group, D).permute(1, 2, 0, 3).reshape(1, G, group * r, D)
-        corner = last - since - r
-        mask = torch.ones(r, last - since, dtype=torch.bool, device=q.device).tril(corner).triu(corner - window + 1)
-        part, part_lse = _attend(rows, *seen, mask=mask.repeat(group, 1), scale=scale, return_lse=return_lse)
-        out[begin:end] = part.view(G, group, r, D).permute(2, 0, 1, 3).reshape(r, H, D)
+        last, r = S - n + end, end - begin  # of one sequence these rows see keys before `last`
+        since = 0 if B > 1 else max(0, last - r - part.window + 1)
+        seen = keys if whole else [k[:, :, since - S + W: last - S + W] for k in keys]
+        rows = (q if whole else q[begin:end]).view(B, r, G, group, D)
+        rows = rows.permute(2, 0, 3, 1, 4).reshape(G, B, group * r, D)
+        additive = caches[0].dtype == q.dtype and not return_lse
+        mask = None if n == B == 1 else _mask(part, r, since, last, group, q, additive, whole)
+        piece, sums = _attend(rows, *seen, mask=mask, scale=scale, return_lse=return_lse)
+        piece = piece.view(G, B, group, r, D).permute(1, 3, 0, 2, 4).reshape(B * r, H, D)
+        sums = None if sums is None else sums.view(G, B, group, r).permute(1, 3, 0, 2).reshape(B * r, H)
+        if whole:
+            return piece, sums
+        out[begin:end] = piece
         if return_lse:
-            lse[begin:end] = part_lse.view(H, r).T
+            lse[begin:end] = sums
     return out, lse
 
 
-def _attend_many(q: torch.Tensor, caches: tuple, block_table: torch.Tensor, kv_len: torch.Tensor, longest: int,
-                 scale: float, window: int | None, return_lse: bool) -> tuple:
-    """n new tokens each of B sequences, q (B, n, H, D), of at most `longest` keys -> (B * n, H, D), lse or None.
-
-    Each sequence is padded to W keys, those that a window lets be seen.
-    subtle: a key that pads is a copy of its sequence's first key, which is masked. Were it read from where the padding
-    points to, it could be NaN, and 0 * NaN is NaN.
+def _mask(part: _Part, r: int, since: int, last: int, group: int, q: torch.Tensor, additive: bool,
+          keep: bool) -> torch.Tensor:
+    """Mask (1, B, group * r, keys) of r new tokens and keys since .. last - 1, the newest rows' last: True where a key
+    is not seen; additive: -inf there and 0 elsewhere, in q's dtype. All layers have the same: it is kept if asked.
     """
-    (B, n, H, D), (_, block_size, G, _) = q.shape, caches[0].shape
-    group, window = H // G, longest if window is None else window
-    width = min(longest, window + n - 1)
-    t = (kv_len - width).clamp(min=0)[:, None] + torch.arange(width, device=q.device)  # (B, W), which keys
-    at = kv_len[:, None] - n + torch.arange(n, device=q.device)  # (B, n), where the new tokens stand
-    age = at[..., None] - t[:, None]  # (B, n, W), how far back a key lies
-    mask = (age >= 0) & (age < window)
-    slots = block_table.gather(1, t // block_size) * block_size + t % block_size  # (B, W)
-    slots = torch.where(t < kv_len[:, None], slots, slots[:, :1]).flatten()  # (B * W,)
-    keys = [_pick(cache, slots).unflatten(1, (B, width)) for cache in caches]  # (G, B, W, D)
-    rows = q.view(B, n, G, group, D).permute(2, 0, 3, 1, 4).reshape(G, B, group * n, D)
-    mask = mask.repeat(1, group, 1)[None]  # (1, B, group * n, W)
-    out, lse = _attend(rows, *keys, mask=mask, scale=scale, return_lse=return_lse)
-    out = out.view(G, B, group, n, D).permute(1, 3, 0, 2, 4).reshape(B * n, H, D)
-    return out, None if lse is None else lse.view(G, B, group, n).permute(1, 3, 0, 2).reshape(B * n, H)
+    kind = group, additive, q.dtype
+    if kind in part.masks:
+        return part.masks[kind]
+    if part.hidden is not None:
+        hidden = part.hidden
+    else:
+        corner, seen = last - since - r, torch.ones(r, last - since, dtype=torch.bool, device=q.device)
+        hidden = seen.tril_(corner).triu_(corner - part.window + 1).logical_not_()[None]
+    mask = hidden.repeat(1, group, 1)[None]
+    if additive:
+        mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(mask, -torch.inf)
+    if keep:
+        part.masks[kind] = mask
+    return mask
 
 
-def _read(caches: tuple, blocks: torch.Tensor, first: int, S: int) -> list[torch.Tensor]:
-    """Keys first .. S - 1 of one sequence from each cache, (1, G, S - first, D): views if its blocks are one run.
+def _in_a_row(cache: torch.Tensor) -> bool:  # whether each block begins where the one before it ends
+    return cache.stride(0) == cache.shape[1] * cache.stride(1)
+
+
+def _read(cache: torch.Tensor, part: _Part) -> torch.Tensor:
+    """The keys (or values, or scales) of a part, (G, B, W, D): a view, if they lie in one run.
 
     Slots behind S are cut off before anything is computed: masking their scores would not do, 0 * NaN is NaN.
     """
-    block_size = caches[0].shape[1]
-    skip = first // block_size  # what lies behind a window is not looked at
-    numbers = blocks[skip: -(-S // block_size)].tolist()
-    run, views = numbers == list(range(numbers[0], numbers[0] + len(numbers))), []
-    for cache in caches:
+    if part.run is not None:  # one operation instead of four: this runs twice a layer and step
         block, token, head, dim = cache.stride()
-        if run and block == block_size * token:
-            # A view, made in one operation instead of four: this runs twice a layer and step.
-            at = cache.storage_offset() + numbers[0] * block + (first - skip * block_size) * token
-            views.append(cache.as_strided((1, cache.shape[2], S - first, cache.shape[3]), (0, head, token, dim), at))
-    if len(views) == len(caches):
-        return views
-    t = torch.arange(first, S, device=blocks.device)
-    slots = blocks.index_select(0, t // block_size) * block_size + t % block_size
-    return [_pick(cache, slots)[None] for cache in caches]
-
-
-def _pick(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """The keys (or values, or scales) in these slots (S,), copied, (G, S, D)."""
-    block_size = cache.shape[1]
-    if cache.stride(0) == block_size * cache.stride(1):  # flatten is a view; index_select: 5 times faster than indexing
-        return cache.flatten(0, 1).transpose(0, 1).index_select(1, slots)
-    return cache[slots // block_size, slots % block_size].transpose(0, 1)
+        at = cache.storage_offset() + part.run[0] * block + part.run[1] * token
+        return cache.as_strided((cache.shape[2], 1, part.W, cache.shape[3]), (head, 0, token, dim), at)
+    if _in_a_row(cache):
+        picked = cache.flatten(0, 1).transpose(0, 1).index_select(1, part.slots)  # 5 times faster than indexing
+    else:
+        picked = cache[part.slots // cache.shape[1], part.slots % cache.shape[1]].transpose(0, 1)
+    return picked.unflatten(1, (part.B, part.W))
 
 
 # ------------------------------------------------------------------ one product with keys, one with values
@@ -236,7 +278,8 @@ def _pick(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_scale: torch.Tensor | None = None,
             v_scale: torch.Tensor | None = None, *, mask: torch.Tensor | None, scale: float, return_lse: bool) -> tuple:
-    """q (X, Y, R, D) against k, v (X, Y, S, D), scales (X, Y, S, 1), True in the mask where a key is seen.
+    """q (X, Y, R, D) against k, v (X, Y, S, D), scales (X, Y, S, 1), True in the mask where a key is not seen; where
+    torch's own attention runs (no codes, no sums) the mask is added to the scores.
 
     Returns (X, Y, R, D), and the log-sum-exp (X, Y, R) if asked.
     """
@@ -250,7 +293,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_scale: torch.Te
         if k_scale is not None:
             scores *= k_scale[..., piece, :].mT
         if mask is not None:
-            scores.masked_fill_(~mask[..., piece], -torch.inf)
+            scores.masked_fill_(mask[..., piece], -torch.inf)
         sums.append(scores.logsumexp(-1, keepdim=True) if return_lse or k.shape[-2] > PIECE else None)
         weights = scores.softmax(-1)
         if sums[-1] is not None and mask is not None:  # a row that sees no key of this piece: zeros, not NaN

@@ -56,8 +56,8 @@ CODES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
                     kv_len: torch.Tensor, q_start: torch.Tensor, scale: float, *, max_q: int,
                     window: int | None = None, k_scale: torch.Tensor | None = None,
-                    v_scale: torch.Tensor | None = None,
-                    return_lse: bool = False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+                    v_scale: torch.Tensor | None = None, return_lse: bool = False,
+                    memo: dict | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of N packed new tokens to the cached keys of their own sequences, their own included.
 
     q            (N, H, D) float16, bfloat16 or float32, any strides; sequence b has the rows q_start[b] .. q_start[b+1]
@@ -66,6 +66,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     block_table  (B, max_blocks) int32;  kv_len (B,) int32, the new tokens included;  q_start (B + 1,) int32
     scale        multiplies q.k, above 0;  max_q: at least the most new tokens of a sequence, known to the host
     window       how many keys a token sees at most, itself among them; None: all
+    memo         not used: what one step's layers have in common costs nothing here (attention.py keeps it there)
     Returns (N, H, D) in q's dtype, and with return_lse the logarithm of each softmax's sum, (N, H) float32.
 
     Of a sequence's n new tokens the j-th sees the keys max(0, kv_len - n + j - window + 1) .. kv_len - n + j. A row

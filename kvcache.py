@@ -70,7 +70,7 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def reference_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
                         kv_len: torch.Tensor, q_start: torch.Tensor, scale: float, *, max_q: int,
                         window: int | None = None, k_scale: torch.Tensor | None = None,
-                        v_scale: torch.Tensor | None = None, return_lse: bool = False):
+                        v_scale: torch.Tensor | None = None, return_lse: bool = False, memo: dict | None = None):
     """Attention through a block table, slow and plain: sequence by sequence, all scores at once.
 
     q (N, H, D) -> (N, H, D), and the log-sum-exp (N, H) if asked; the other arguments are paged_attention's.
@@ -551,12 +551,16 @@ class PagedKVCache:
         return s.blocks[len(s.tokens) // self.block_size] if len(s.tokens) % self.block_size else None
 
     def _take(self, wish: int | None) -> int:
-        """The wished block if it is free (runs are read in place), else the oldest free one, else an evicted one."""
+        """The wished block if it is free (runs are read in place), else another free one, else an evicted one.
+
+        Whoever begins takes the oldest free block; whoever cannot go on in a run, the youngest: so short answers do not
+        take block after block out of the way of a long prompt that is computed among them.
+        """
         if wish in self._free:
             del self._free[wish]
             block = wish
         elif self._free:
-            block, _ = self._free.popitem(last=False)
+            block, _ = self._free.popitem(last=wish is not None)
         else:
             block, _ = self._evictable.popitem(last=False)
             self._unpublish(block)
@@ -658,14 +662,14 @@ class PagedKVCache:
         tokens, positions, slots, rows, *short = flat.split([len(part) for part in parts])
         block_table, kv_len, q_start = (x.int() for x in short)
         block_table, n_new = block_table.view(-1, width), tuple(len(ids) for ids in plan.values())
-        attend = self.attend_with(slots if run is None else run, block_table, kv_len, q_start, max(n_new))
+        attend = partial(self._attend, slots if run is None else run, block_table, kv_len, q_start, max(n_new), {})
         return Step(tokens, positions, slots, block_table, kv_len, q_start, tuple(plan), n_new, max(n_new), rows,
                     attend)
 
     def attend_with(self, slots: torch.Tensor | slice, block_table: torch.Tensor, kv_len: torch.Tensor,
                     q_start: torch.Tensor, max_q: int) -> Callable:
         """attend(layer, q, k, v) over index tensors like a Step's, for one who refills his own (CUDA graphs)."""
-        return partial(self._attend, slots, block_table, kv_len, q_start, max_q)
+        return partial(self._attend, slots, block_table, kv_len, q_start, max_q, None)
 
     def _write(self, layer: int, slots: torch.Tensor | slice, k: torch.Tensor, v: torch.Tensor) -> None:
         """k and v (N, G, D) into these slots of a layer, quantized if the cache is."""
@@ -676,13 +680,13 @@ class PagedKVCache:
         _store(self.k[layer], slots, k)
         _store(self.v[layer], slots, v)
 
-    def _attend(self, slots, block_table, kv_len, q_start, max_q, layer: int, q: torch.Tensor, k: torch.Tensor,
-                v: torch.Tensor) -> torch.Tensor:
-        """q (N, H, D), k and v (N, G, D) of this step's tokens -> (N, H, D)."""
+    def _attend(self, slots, block_table, kv_len, q_start, max_q, memo: dict | None, layer: int, q: torch.Tensor,
+                k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """q (N, H, D), k and v (N, G, D) of this step's tokens -> (N, H, D). memo: of tensors that do not change."""
         self._write(layer, slots, k, v)
         scales = {} if self.k_scale is None else {"k_scale": self.k_scale[layer], "v_scale": self.v_scale[layer]}
         return self.attention(q, self.k[layer], self.v[layer], block_table, kv_len, q_start, self.scale, max_q=max_q,
-                              window=self.window, **scales)
+                              window=self.window, memo=memo, **scales)
 
 
 def _handed_over(seq: Hashable, data: Mapping[str, torch.Tensor], L: int, G: int, D: int) -> tuple[list, list[int]]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import attention
-from attention import _batches, _from_codes, _read, paged_attention, reference_attention
+from attention import _batches, _from_codes, _parts, _read, paged_attention, reference_attention
 from kvcache import PagedKVCache
 
 NAN = math.nan
@@ -205,6 +205,34 @@ def test_no_mask_grows_with_rows_times_keys(monkeypatch):
     assert sum(sizes) > 10 * 1000 and max(sizes) * 3 <= 3000  # 3 query heads share a row of the mask
 
 
+@pytest.mark.parametrize("codes", [None, torch.int8])
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("mix", [[(30, 17)], [(9, 9)], [(40, 1)], MIX, MANY], ids=str)
+def test_layers_share_what_a_step_has_in_common(mix, window, codes):
+    """With a memo every layer, whatever its keys, its strides and its kind of call, gives the bits it gives alone."""
+    memo, layers = {}, []
+    for seed, layout in ((1, "head-major"), (2, "head-major"), (1, "token-major")):
+        arguments, *_ = ragged(mix, 4, 2, 8, 6, window=window, codes=codes, layout=layout, in_order=True, seed=seed)
+        layers.append(arguments)
+    index = {name: layers[0][name] for name in ("block_table", "kv_len", "q_start")}
+    for n, arguments in enumerate(layers):
+        arguments.update(index)
+        for more in ({}, {"return_lse": True}):
+            alone, shared = paged_attention(**arguments, **more), paged_attention(**arguments, **more, memo=memo)
+            for a, b in zip(*([x] if torch.is_tensor(x) else x for x in (alone, shared))):
+                assert torch.equal(a, b), n
+    parts = memo["parts"]
+    paged_attention(**layers[0], memo=memo)
+    assert memo["parts"] is parts  # worked out once
+
+
+def test_a_memo_of_other_tensors_is_noticed_where_rows_differ():
+    memo, (one, *_), (other, *_) = {}, ragged([(9, 3)], 4, 2, 8, 6), ragged([(9, 4)], 4, 2, 8, 6)
+    paged_attention(**one, memo=memo)
+    with pytest.raises(AssertionError, match="q has 4 rows, but q_start ends at 3"):
+        paged_attention(**other, memo=memo)
+
+
 def test_batches_hold_every_sequence_once_and_lengths_alike():
     rng = random.Random(0)
     for _ in range(200):
@@ -223,12 +251,15 @@ def test_batches_hold_every_sequence_once_and_lengths_alike():
 def test_what_lies_in_a_run_is_read_in_place():
     arguments, *_ = ragged([(13, 1)], 4, 2, 8, 4, layout="head-major", in_order=True)
     caches, table = (arguments["k_cache"], arguments["v_cache"]), arguments["block_table"][0]
-    for first in (0, 5):
-        for view, cache in zip(_read(caches, table, first, 13), caches):
+    for window in (None, 8):
+        [part] = _parts(table[None], torch.tensor([13]), torch.tensor([0, 1]), 4, window, True)
+        first = 0 if window is None else 5
+        for cache in caches:
+            view = _read(cache, part)
             assert view.data_ptr() == cache[table[0] + first // 4, first % 4].data_ptr()
-            assert view.shape == (1, 2, 13 - first, 8)
-    backwards = _read(caches, torch.tensor([2, 1, 0]), 5, 12)[0]
-    assert torch.equal(backwards[0, 0, :3], arguments["k_cache"][1, 1:, 0])
+            assert view.shape == (2, 1, 13 - first, 8)
+    [part] = _parts(torch.tensor([[2, 1, 0]]), torch.tensor([12]), torch.tensor([0, 1]), 4, 7, True)
+    assert part.run is None and torch.equal(_read(caches[0], part)[0, 0, :3], caches[0][1, 1:, 0])
 
 
 def test_every_code_of_fp8_is_read_exactly():

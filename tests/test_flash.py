@@ -521,7 +521,8 @@ def test_the_signature_is_the_contracts():
     assert str(inspect.signature(flash.paged_attention, eval_str=False)).split(" -> ")[0].replace("'", "") == (
         "(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, "
         "kv_len: torch.Tensor, q_start: torch.Tensor, scale: float, *, max_q: int, window: int | None = None, "
-        "k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None, return_lse: bool = False)")
+        "k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None, return_lse: bool = False, "
+        "memo: dict | None = None)")
 
 
 def test_on_a_cpu_the_remedy_is_named():

@@ -70,7 +70,7 @@ class Capture:
 
 
 def masked_attention(q, k_cache, v_cache, block_table, kv_len, q_start, scale, *, max_q, window=None, k_scale=None,
-                     v_scale=None):
+                     v_scale=None, memo=None):
     """paged_attention; of one new token a sequence without asking any tensor for a number, so that it can be taped."""
     if max_q > 1:
         return reference_attention(q, k_cache, v_cache, block_table, kv_len, q_start, scale, max_q=max_q,

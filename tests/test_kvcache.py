@@ -19,7 +19,7 @@ import torch
 from test_attention import assert_near, dense_attention
 
 import kvcache
-from attention import _read, paged_attention
+from attention import _parts, _read, paged_attention
 from kvcache import OutOfBlocks, PagedKVCache, Step, blocks_that_fit, kv_bytes_per_token, quantize
 from model import Config, Llama, causal_attention
 
@@ -485,10 +485,10 @@ def test_a_step_says_where_everything_goes():
     cache = PagedKVCache(1, 1, 2, 8, 4)
     cache.add("a"), cache.add("b")
     cache.commit(cache.extend({"a": [1, 2, 3], "b": [4]}))  # a: block 0, b: block 1
-    step = cache.extend({"b": [5], "a": [6, 7, 8]})  # a takes block 2
+    step = cache.extend({"b": [5], "a": [6, 7, 8]})  # b has the block behind a's: a takes the last one
     assert step.tokens.tolist() == [5, 6, 7, 8] and step.positions.tolist() == [1, 3, 4, 5]
-    assert step.slots.tolist() == [5, 3, 8, 9]
-    assert step.block_table.tolist() == [[1, 8], [0, 2]]  # padded with the trash block
+    assert step.slots.tolist() == [5, 3, 28, 29]
+    assert step.block_table.tolist() == [[1, 8], [0, 7]]  # padded with the trash block
     assert step.kv_len.tolist() == [2, 6] and step.q_start.tolist() == [0, 1, 4]
     assert (step.seqs, step.n_new, step.max_q) == (("b", "a"), (1, 3), 3)
     assert {getattr(step, n).dtype for n in ("tokens", "positions", "slots")} == {torch.int64}
@@ -547,13 +547,48 @@ def test_blocks_run_on_where_they_can():
     step = cache.extend({"a": range(4, 16)})  # 1, 2 and 3 behind it
     cache.commit(step)
     assert step.block_table.tolist() == [[0, 1, 2, 3]]
-    assert _read((cache.k[0],), step.block_table[0], 0, 15)[0].data_ptr() == cache.k[0].data_ptr()  # read in place
+    [part] = _parts(step.block_table, step.kv_len, step.q_start, 4, None, True)
+    assert _read(cache.k[0], part).data_ptr() == cache.k[0].data_ptr()  # read in place
     cache.commit(cache.extend({"b": range(20, 36)}))  # the oldest free block and what follows: 4 .. 7
     cache.trim("a", 8)
     cache.free("b")  # evictable now are, the longest unused first, 3, 2, 7, 6, 5, 4
     step = cache.extend({"a": range(40, 52)})
     assert step.block_table.tolist() == [[0, 1, 2, 3, 7]]  # in order, although the tail went first
     cache.rollback(step)
+
+
+def test_only_a_step_that_stays_as_it_is_has_a_memo():
+    """The layers of a step share one; who refills the tensors of attend_with (CUDA graphs) must not find an old one."""
+    memos = []
+
+    def attend(*args, memo=None, **more):
+        memos.append(memo)
+        return kvcache.reference_attention(*args, **more)
+
+    cache = PagedKVCache(2, 1, 2, 8, 4, attention=attend)
+    cache.add("a")
+    for _ in range(2):
+        step = cache.extend({"a": [1, 2]})
+        for layer in range(2):
+            step.attend(layer, *(torch.zeros(2, 1, 2) for _ in "qkv"))
+        cache.commit(step)
+    assert memos[0] is memos[1] and memos[2] is memos[3] and memos[0] is not memos[2] and None not in memos
+    cache.attend_with(step.slots, step.block_table, step.kv_len, step.q_start, 2)(0, *(torch.zeros(2, 1, 2),) * 3)
+    assert memos[4] is None
+
+
+def test_a_long_prompt_among_short_answers_stays_in_one_run():
+    cache, short = PagedKVCache(1, 1, 2, 64, 4), "abcdefgh"
+    for seq in short:
+        cache.add(seq)
+        cache.commit(cache.extend({seq: [ord(seq)] * 7}))
+    cache.add("long")
+    for i in range(30):  # each answer takes a block every fourth step, the prompt one in each
+        cache.commit(cache.extend({**{seq: [i] for seq in short}, "long": range(i, i + 4)} if i < 12
+                                  else {"long": range(i, i + 4)}))
+    step = cache.extend({"long": [0]})
+    blocks = step.block_table[0].tolist()
+    assert blocks == list(range(blocks[0], blocks[0] + 31))
 
 
 def test_runs_come_back_when_the_pool_has_been_full():
@@ -904,7 +939,7 @@ def test_tp_07_padded_slots_write_where_nobody_reads():
     trash = cache.n_blocks * cache.block_size
     q, new = torch.zeros(2, 1, 1), torch.tensor([1.0, 9.0]).view(2, 1, 1)
     table, kv_len, q_start = torch.tensor([[1], [2]]), torch.tensor([2, 0]), torch.tensor([0, 1, 2])
-    out = cache._attend(torch.tensor([5, trash]), table, kv_len, q_start, 1, 0, q, new, new)
+    out = cache._attend(torch.tensor([5, trash]), table, kv_len, q_start, 1, None, 0, q, new, new)
     for p in (*cache.k, *cache.v):
         assert p.flatten().tolist() == [0, 0, 0, 0, 0, 1, 0, 0, 9, 0, 0, 0]
     assert out.flatten().tolist() == [0.5, 0]  # the padded row attends to nothing
