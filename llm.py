@@ -8,8 +8,8 @@ Everything else in this folder is one concept in one file, and no file knows ano
 gguf.py brings weights, layouts.py reads those that others have quantized, packed.py computes on them as they are,
 vocab.py reads vocabularies, tokenizer.py makes ids of text and chat.py of a conversation, model.py computes, kvcache.py
 remembers, sampling.py chooses, batching.py lets many requests share each pass, speculative.py makes several tokens of
-one, graphs.py replays passes on a GPU. There is one loop, the batcher's: one prompt, a list and n answers to each go
-through it. `generate.py` is the command line on top.
+one, grammar.py keeps an answer to a form, graphs.py replays passes on a GPU. There is one loop, the batcher's: one
+prompt, a list and n answers to each go through it. `generate.py` is the command line on top.
 """
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ import batching
 import checkpoint
 import flash
 import gguf
+import grammar
 import graphs as cuda_graphs
 import kvcache
 import layouts
@@ -42,20 +43,22 @@ from stream import StreamDecoder
 from tokenizer import Tokenizer
 
 CHUNK = 512  # most tokens of one pass
-BESIDE = 16  # on a CPU, most prompt tokens of a pass in which somebody is answered: he waits about twice as long
+BESIDE = 12  # on a CPU, most prompt tokens of a pass in which somebody is answered: he waits two to three times as long
 CATCH_UP = 64  # tokens of a pass of the draft model over a text that it has not seen
 KV_GIB = 2.0  # the KV cache takes at most so much by default; the context shrinks to what fits
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
             "logit_bias")
 REQUEST = ("max_tokens", "min_tokens", "stop", "ignore_eos", "seed", "n", "logprobs", "priority", "salt")
+FORM = ("json_schema", "regex")
 
 # ------------------------------------------------------------------ loading
 
 
 def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", context: int | None = None,
-         repack: str | None = None, kv_dtype: str = "auto", kv_memory: float = KV_GIB, max_batch: int = 16,
-         token_budget: int = CHUNK, graphs: bool = True, draft: str | None = None, k: int | str = "auto") -> LLM:
+         repack: str | None = None, quantize: str | None = None, kv_dtype: str = "auto", kv_memory: float = KV_GIB,
+         max_batch: int = 16, token_budget: int = CHUNK, graphs: bool = True, draft: str | None = None,
+         k: int | str = "auto") -> LLM:
     """A model ready to answer.
 
     path     a .gguf file, a Hugging Face folder (also one quantized by compressed-tensors, GPTQ or AWQ), a .safetensors
@@ -73,6 +76,8 @@ def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", 
     draft, k  speculative decoding: drafts by `ngram` (what followed the same words before) or by a smaller model (a
              path) of the same vocabulary; so many of them, auto: as many as pay. The answers stay what they were
     repack   int8 or int4: quantized weights without a kernel (Q6_K, fp8, ...) are rounded once more to run packed too
+    quantize    int8 or int4: floating-point weights of linear layers are rounded to that as they are loaded, to the
+             nearest in groups of 32; embeddings and an untied head stay. `generate.py quantize` chooses better codes
     """
     if k != "auto" and not (type(k) is int and 1 <= k <= 64):
         raise ValueError(f"k is {k!r}, but must be 'auto' or a number of drafts from 1 to 64")
@@ -87,11 +92,14 @@ def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", 
     keep = dtype == "auto"
     if repack not in (None, "int8", "int4") or (repack and not keep):
         raise ValueError(f"repack {repack!r} must be int8 or int4, and goes with dtype auto only, not {dtype}")
+    if quantize not in (None, "int8", "int4") or (quantize and not keep):
+        raise ValueError(f"quantize {quantize!r} must be int8 or int4, and goes with dtype auto only, not {dtype}")
     dtype = DTYPES[dtype] if not keep else torch.bfloat16 if _native_bfloat16(device) else torch.float32
     is_gguf = os.path.isfile(path) and not path.endswith(".safetensors")
     source = _read_gguf(path, dtype, keep) if is_gguf else _read_folder(path)
     config = Config.from_dict(source.config)
-    weights = Weights(source.tensors, keep, int(repack[3:]) if repack else None, dtype, device)
+    weights = Weights(source.tensors, keep, int(repack[3:]) if repack else None, dtype, device,
+                      int(quantize[3:]) if quantize else None)
     model = Llama.from_tensors(config, weights, dtype, device, packed).fuse_()
     ends = source.generation.get("eos_token_id")
     ends = source.config.get("eos_token_id") if ends is None else ends
@@ -164,8 +172,10 @@ class Weights(Mapping):
     """What the model takes its weights from. A packed weight is passed on as it is if it may stay packed and there is a
     kernel for it, and expanded otherwise."""
 
-    def __init__(self, tensors: Mapping, keep: bool, repack: int | None, dtype: torch.dtype, device: torch.device):
+    def __init__(self, tensors: Mapping, keep: bool, repack: int | None, dtype: torch.dtype, device: torch.device,
+                 quantize: int | None = None):
         self.tensors, self.keep, self.repack, self.dtype, self.device = tensors, keep, repack, dtype, device
+        self.quantize, self.rounded = quantize, {}  # name -> relative error of those quantized here
         self.sizes, self.packed = {}, set()  # name -> number of weights; names of those that stayed packed
         self.errors, self.bits = {}, set()  # name -> relative error of those packed anew; widths of codes that were met
 
@@ -173,7 +183,7 @@ class Weights(Mapping):
         weight = self.tensors[name]
         if not isinstance(weight, Mapping):
             self.sizes[name] = weight.numel()
-            return weight
+            return self._rounded(name, weight) if self.quantize and name.endswith("_proj.weight") else weight
         self.sizes[name] = weight["codes"].numel()
         self.bits.add(weight["bits"])
         if self.repack and not packed.fast(weight, self.device) and weight["codes"].shape[1] % 32 == 0:
@@ -184,6 +194,16 @@ class Weights(Mapping):
             return layouts.dequantize(weight, self.dtype)
         self.packed.add(name)
         return weight
+
+    def _rounded(self, name: str, weight: torch.Tensor) -> torch.Tensor | dict:
+        if weight.dim() != 2 or weight.shape[1] % 32 or not weight.is_floating_point():
+            return weight
+        again, error = packed.repack(weight.to(self.device), self.quantize)
+        if not packed.fast(again, self.device):
+            return weight
+        self.packed.add(name)
+        self.rounded[name] = error
+        return again
 
     def __iter__(self):
         return iter(self.tensors)
@@ -207,6 +227,11 @@ def _about(source: Source, weights: Weights, model: Llama) -> str:
     elif weights.repack:
         runs += (f" ({sum(sizes.get(x, 0) for x in weights.errors) / n:.0%} repacked to {weights.repack} bits, "
                  f"relative error up to {max(weights.errors.values()):.1%})")
+    if weights.rounded:
+        runs += (f" ({sum(sizes.get(x, 0) for x in weights.rounded) / n:.0%} quantized now to {weights.quantize} bits, "
+                 f"relative error up to {max(weights.rounded.values()):.1%})")
+    elif weights.quantize:
+        runs += " (there was nothing to quantize)"
     width = f", {' and '.join(map(str, sorted(weights.bits)))} bits" if source.quantized else ""
     memory = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     return (f"{source.config['model_type']}, {n / 1e6:,.1f} M parameters in {size / 1e6:,.1f} MB, {8 * size / n:.1f} "
@@ -311,6 +336,10 @@ class LLM:
     def _template(self) -> ChatTemplate:
         return ChatTemplate(self.tokenizer.chat_template)
 
+    @cached_property
+    def _vocabulary(self) -> grammar.Vocabulary:
+        return grammar.Vocabulary(self.tokenizer, self.model.config.vocab_size, self.eos_ids)
+
     def generate(self, prompts: str | Sequence[str], *, raw: bool = False, system: str | None = None,
                  **options) -> list[Answer]:
         """The answers to one prompt or several, finished; they are computed together. For options see `answer`.
@@ -343,19 +372,26 @@ class LLM:
         seed        None draws a fresh one; the same seed, prompt and options give the same answer
         n           how many answers, each with its own randomness: .samples has all, the Answer's text is the first's
         logprobs    also the log-probabilities of so many most likely tokens
+        json_schema, regex    the text is JSON that a schema (a dict, or its text) describes, or one that a regex
+                    matches as a whole; max_tokens can still cut it short. Needs llguidance; see grammar.py
         min_tokens, ignore_eos, priority, salt    as in batching.Request
         temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias
                     defaults from the model's generation_config, else greedy
         Raises ValueError for an empty or too long prompt, ids outside the vocabulary and unknown or senseless options.
         """
-        unknown = set(options) - set(SAMPLING) - set(REQUEST)
-        if unknown:
-            raise ValueError(f"unknown option {min(unknown)!r}; known are {', '.join((*SAMPLING, *REQUEST))}")
+        known = (*SAMPLING, *REQUEST, *FORM)
+        if unknown := set(options) - set(known):
+            raise ValueError(f"unknown option {min(unknown)!r}; known are {', '.join(known)}")
         options = {k: v for k, v in options.items() if v is not None}
         if isinstance(options.get("stop", ""), str):
             options["stop"] = [options["stop"]] if "stop" in options else []
         elif not isinstance(options["stop"], (list, tuple)):
             raise ValueError(f"stop is {options['stop']!r:.80}, but must be a text or a list of texts")
+        form = {name: options.pop(name) for name in FORM if name in options}
+        if len(form) > 1:
+            raise ValueError("json_schema and regex are both given; an answer can keep to one form")
+        for name, value in form.items():
+            options["constraint"] = getattr(self._vocabulary, name)(value).start
         chosen = {**self.defaults, **{k: options.pop(k) for k in SAMPLING if k in options}}
         request = Request(prompt_ids, sampling=chosen, **options)
         self.batcher.check(request)

@@ -15,6 +15,7 @@ In: plain text, one prompt a line, or JSONL, one object a line: a prompt under o
     {"prompt": "Why is the sky blue?", "id": "sky", "max_tokens": 100, "temperature": 0.7, "at": 1.5}
     {"messages": [{"role": "user", "content": "Why?"}], "stop": ["\\n"], "n": 2, "seed": 1}
     {"prompt_ids": [1, 17, 4], "logit_bias": {"17": -5}}
+    {"prompt": "Name a cat, as JSON.", "json_schema": {"type": "object", "properties": {"name": {"type": "string"}}}}
 
 A file is JSONL as a whole or not at all: if its name ends in .jsonl, or if its first line that is not empty is a JSON
 object. `at` is when the request arrives, in seconds from the beginning. A line that cannot be used becomes a Line with
@@ -78,6 +79,7 @@ CHECKS = {  # what a value must be, in words: whether it is
         type(x) is list and all(type(s) is str and s for s in x)),
     "an object of token ids and numbers": lambda x: type(x) is dict and all(
         k.isascii() and k.isdecimal() and len(k) < 20 and _is_real(v) for k, v in x.items()),
+    "an object": lambda x: type(x) is dict,
 }
 OPTIONS = {
     "max_tokens": "a whole number, at least 0", "min_tokens": "a whole number, at least 0",
@@ -86,7 +88,7 @@ OPTIONS = {
     "temperature": "a finite number", "top_k": "a whole number", "top_p": "a finite number",
     "min_p": "a finite number", "repetition_penalty": "a finite number", "presence_penalty": "a finite number",
     "frequency_penalty": "a finite number", "logit_bias": "an object of token ids and numbers",
-    "system": "a text", "raw": "true or false",
+    "json_schema": "an object", "regex": "a text", "system": "a text", "raw": "true or false",
 }
 PROMPTS = {
     "prompt": ("a text", lambda x: type(x) is str),
@@ -252,6 +254,8 @@ def _taken_options(item: dict) -> dict[str, Any]:
             raise ValueError(f'"{name}" is {reprlib.repr(value)}, but must be {words}')
         if name == "stop":
             value = [value] if isinstance(value, str) else value
+        elif name == "json_schema":  # as text, which keeps the order of its keys: it is that of the answer's
+            value = json.dumps(value, separators=(",", ":"))
         elif name == "logit_bias":
             value, n = {int(k): float(v) for k, v in value.items()}, len(value)
             if len(value) < n:

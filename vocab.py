@@ -43,7 +43,7 @@ Files are not trusted: what is damaged, too large or not handled is refused by n
 wrongly. (The regexes of `cuts` are passed on as they are; tokenizer.py checks them.)
 
 References: the documentation of tokenizers and tiktoken; sentencepiece_model.proto; the GGUF specification.
-Left out on purpose: Unigram and WordPiece vocabularies, normalizers other than NFC, writing such files.
+Left out on purpose: Unigram and WordPiece vocabularies, normalizers other than NFC, writing (vocab_files.py).
 """
 from __future__ import annotations
 

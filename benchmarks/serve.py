@@ -57,13 +57,14 @@ def some_ids(n: int, vocab_size: int, seed: object) -> list[int]:
 
 
 def mix(llm: LLM, requests: int, prompt: int, output: int, sigma: float, slots: int, round_: int) -> dict[str, float]:
-    """Output tokens/s of each way of batching, for the same requests, all there at the beginning."""
+    """Output tokens/s of each way of batching, for the same requests, all there at the beginning. As for a file of
+    prompts nobody reads along, so that no way cuts prompts short for the sake of those who do."""
     half = llm.context // 2
     sizes = traffic.mix(requests, (prompt, sigma, 1, half), (output, sigma, 1, half), seed=round_)
     found = {}
     ways = [("static, padded", "pad"), ("static, ended rows dropped", "drop"), ("continuous", None)]
     for name, static in ways if round_ % 2 else reversed(ways):
-        batcher = llm.new_batcher(max_batch=slots, static=static)
+        batcher = llm.new_batcher(max_batch=slots, static=static, chunk=None)
         asked = [(0.0, request(some_ids(p, batcher.vocab_size, (round_, i)), n, f"{name} {round_} {i}"))
                  for i, (p, n) in enumerate(sizes)]
         found[name] = sum(n for _, n in sizes) / drive(batcher, asked)["wall_s"]

@@ -1,7 +1,8 @@
 """Speculative decoding, measured: what `python bench.py speculate` runs.
 
 Prompts of `benchmarks/speculate.jsonl`: work that copies (edit this code, quote this text, repeat this table) and
-open-ended prose, continued greedily with drafts and without, in turn, each from a cold prefix.
+open-ended prose, continued with drafts and without, in turn, each from a cold prefix, up to its end. Copies are greedy;
+prose is sampled at temperature 0.8 from a seed, since greedily a small model soon repeats itself, which is no prose.
 """
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def measure(llm: LLM, item: dict, tokens: int, rounds: int) -> dict:
                 if hasattr(batcher.drafts, "k"):
                     batcher.drafts.record = lambda s, drafted, accepted, learn=learn, pairs=pairs: (
                         pairs.append((drafted, accepted)), learn(s, drafted, accepted))
-            answer = llm.answer(ids, max_tokens=tokens, temperature=0, ignore_eos=True, salt=f"{round_} {on}")
+            temperature = 0.0 if item["kind"] == "copy" else 0.8
+            answer = llm.answer(ids, max_tokens=tokens, temperature=temperature, seed=0, salt=f"{round_} {on}")
             list(answer)
             if round_:
                 speeds[on].append(answer.tokens_per_s)
@@ -40,7 +42,7 @@ def measure(llm: LLM, item: dict, tokens: int, rounds: int) -> dict:
             if on:
                 passes = batcher.stats.turns
     differ = next((i for i, (a, b) in enumerate(zip(said[True], said[False])) if a != b), None)
-    return {"task": item["task"], "kind": item["kind"], "tokens": tokens, "passes": passes, "drafts": pairs,
+    return {"task": item["task"], "kind": item["kind"], "tokens": len(said[True]), "passes": passes, "drafts": pairs,
             "ratio": statistics.median(a / b for a, b in zip(speeds[True], speeds[False])),
             "with": statistics.median(speeds[True]), "without": statistics.median(speeds[False]),
             "first difference": differ}

@@ -90,7 +90,8 @@ def test_several_types_are_compared_in_one_run(capsys, folder, tmp_path):
     _, out, result = run(capsys, "perplexity", str(tmp_path / "text.txt"), *flags, "--window", "32")
     wide, narrow = result["perplexity"]["float64"], result["perplexity"]["bfloat16"]
     assert 0 < abs(wide - narrow) < 0.05 * wide and "% beside float64" in out
-    _, _, result = run(capsys, "latency", *flags, "--prompts", "8", "--contexts", "4", "--tokens", "2", "--rounds", "1")
+    _, _, result = run(capsys, "latency", *flags, "--prompts", "8", "--contexts", "4", "--batches", "1",
+                       "--tokens", "2", "--rounds", "1")
     assert list(result["tokens_per_s"]) == ["nanoinfer float64", "nanoinfer bfloat16"]
     assert list(result["ratios"]["nanoinfer bfloat16"]) == ["prefill 8", "decode at 4", "matmuls alone"]
     alike = str(generate.load(folder).dtype).removeprefix("torch.")  # what auto is for an unquantized model
@@ -115,7 +116,7 @@ def test_matmuls_are_those_of_a_step(folder, default_gguf):
     (["latency", "--rounds", "0"], "--rounds"),
     (["prefix", "--dtype", "float32", "--dtype", "auto"], "prefix measures one --dtype"),
     (["latency", "--peer", "llama.cpp", "--prompts", "8", "--contexts", "4"], ".gguf"),
-    (["latency", "--prompts", "1000"], "1000"),
+    (["latency", "--prompts", "1000", "--contexts", "4"], "1000"),
 ])
 def test_wrong_input_is_one_line_and_exit_code_2(capsys, folder, argv, mentions):
     code, _, err = run(capsys, *argv, "--model", folder)

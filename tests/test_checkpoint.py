@@ -547,6 +547,71 @@ def test_what_cannot_be_written_is_refused_before_anything_is_there(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+# ------------------------------------------------------------------ further files
+
+
+@posix
+@pytest.mark.parametrize("max_shard_bytes", [1, 10**9])
+def test_further_files_are_part_of_the_folder(tmp_path, max_shard_bytes):
+    """Texts as UTF-8 without other line ends, bytes as they are, copies of files and not links to them."""
+    source = tmp_path / "source.model"
+    source.write_bytes(bytes(range(256)) * 1000)
+    (tmp_path / "link").symlink_to(source)
+    files = {"tokenizer.json": "{\"é\": 1}\r\n\n", "tokenizer.model": source, "0": b"\0\xff", "README": "",
+             ".hidden": b"", "linked": tmp_path / "link"}
+    save(tmp_path / "m", {}, {"a": torch.ones(3), "b": torch.ones(2)}, {}, files=files, max_shard_bytes=max_shard_bytes)
+    for name, content in files.items():
+        path = tmp_path / "m" / name
+        wanted = content.encode() if isinstance(content, str) else content
+        assert path.read_bytes() == (wanted if isinstance(wanted, bytes) else source.read_bytes())
+        assert not path.is_symlink() and path.stat().st_nlink == 1
+    own = 2 + (1 if max_shard_bytes > 1 else 3)
+    assert len(list((tmp_path / "m").iterdir())) == len(files) + own
+    assert set(load(tmp_path / "m").tensors) == {"a", "b"}
+    save(tmp_path / "m", {"v": 2}, {"a": torch.ones(1)}, files={"t": tmp_path / "m" / "tokenizer.json"}, force=True)
+    assert (tmp_path / "m" / "t").read_bytes() == files["tokenizer.json"].encode(), "a file of the folder it replaces"
+    assert sorted(p.name for p in (tmp_path / "m").iterdir()) == ["config.json", SINGLE, "t"]
+
+
+@pytest.mark.parametrize("name", [
+    "", ".", "..", " ", "a/b", "/etc/passwd", "../a", "a\\b", "c:a", "a\nb", "a\0b", "\ud800", "x" * 256, "é" * 128, 3,
+    None, "config.json", "Config.JSON", "generation_config.json", SINGLE, INDEX, "model-00001-of-00002.safetensors"])
+def test_names_of_further_files_are_plain_and_not_those_of_save(tmp_path, name):
+    def never():
+        raise AssertionError("refused before any tensor is asked for")
+        yield
+
+    with pytest.raises(ValueError, match="a further file is named"):
+        save(tmp_path / "m", {}, never(), files={name: "x"})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content, message", [
+    (5, "is a int; it must be a text, bytes or a Path"), (None, "is a NoneType"), ({"a": 1}, "is a dict"),
+    ("\ud800", "cannot be written as UTF-8"), (Path("no/such/file"), "copy of no/such/file, which is not a file"),
+    (Path(__file__).parent, "which is not a file")])
+def test_contents_of_further_files(tmp_path, content, message):
+    with pytest.raises(ValueError, match=message):
+        save(tmp_path / "m", {}, {"a": torch.ones(1)}, files={"t": content})
+    with pytest.raises(ValueError, match="named 'T'"):
+        save(tmp_path / "m", {}, {"a": torch.ones(1)}, files={"t": "", "T": ""})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_further_file_that_cannot_be_copied_leaves_the_old_state(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    source = tmp_path / "source"
+    source.write_text("x")
+    save(tmp_path / "m", {"v": 1}, {"a": torch.ones(2)}, files={"t": "1"})
+    monkeypatch.setattr(checkpoint.shutil, "copyfile", full)
+    with pytest.raises(OSError, match="No space"):
+        save(tmp_path / "m", {"v": 2}, {"a": torch.ones(2)}, files={"t": "2", "u": source}, force=True)
+    assert load(tmp_path / "m").config == {"v": 1} and (tmp_path / "m" / "t").read_text() == "1"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "source"]
+
+
 # ------------------------------------------------------------------ names
 
 

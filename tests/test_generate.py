@@ -1,6 +1,7 @@
 """generate.py: the Python API and the command line, on a tiny random model and on the default one."""
 import json
 import os
+import re
 import select
 import shlex
 import signal
@@ -373,6 +374,9 @@ WRONG = {  # name: (command line, what the message mentions); MODEL stands for a
     "logprobs without json": ("x --logprobs 2 --model MODEL", "--json"),
     "context": ("x --context 65 --model MODEL", "65"),
     "system with raw": ("x --system s --raw --model MODEL", "--raw"),
+    "no schema": ("x --json-schema TMP/nowhere.json", "nowhere.json cannot be read"),
+    "schema that is no JSON": ("x --json-schema TMP/notes.txt", "notes.txt is no JSON"),
+    "schema and regex": ("x --json-schema TMP/notes.txt --regex a", "not allowed with"),
 }
 
 
@@ -401,7 +405,7 @@ def test_debug_shows_the_traceback(folder):
 
 def test_help_shows_defaults_and_examples(capsys):
     code, out, _ = run(capsys, "--help")
-    assert code == 0 and out.count("python generate.py") == 6
+    assert code == 0 and out.count("python generate.py") == 8
     flags = """--model --raw --system --max-tokens --temperature --top-k --top-p --min-p --repetition-penalty
         --presence-penalty --frequency-penalty --seed --stop --logprobs --dtype --device --threads --json --quiet
         --debug"""
@@ -511,6 +515,43 @@ def test_a_file_of_prompts(capsys, monkeypatch, folder, llm, tmp_path):
     assert [s["ids"] for s in found[4]["samples"]] == [s.ids for s in several.samples]
     assert found["late"]["ttft_s"] > 0 and found[2]["prompt_tokens"] == len(hello.prompt_ids)
     assert "\n6 requests, " in err and "TTFT" in err and "3 errors" in err and "preemptions" in err
+
+
+def test_answers_that_keep_to_a_form(capsys, folder, tmp_path):
+    """Flags for all, a line's own form in place of theirs; a form that cannot be is a line's own error."""
+    pytest.importorskip("llguidance")
+    schema, asked, out = tmp_path / "form.json", tmp_path / "asked.jsonl", tmp_path / "answers.jsonl"
+    schema.write_text('\ufeff{"enum": ["yes", 12]}', encoding="utf-8")
+    flags = ["--model", folder, "--dtype", "float64", "--quiet"]
+    code, text, _ = run(capsys, "hello", "--regex", "(ab|ba){3}c", *flags)
+    assert code == 0 and re.fullmatch("(ab|ba){3}c\n", text)
+    code, text, _ = run(capsys, "hello", "--json-schema", str(schema), "--json", *flags)
+    assert code == 0 and json.loads(json.loads(text)["text"]) in ("yes", 12)
+    for wrong, mentions in ((["--regex", "("], "regex cannot be followed"), (["--regex", "a" * 5_000], "may be 4,096")):
+        code, text, err = run(capsys, "hello", *wrong, *flags)
+        assert (code, text) == (2, "") and err.startswith("error: ") and err.count("\n") == 1 and mentions in err
+    lines = [{"prompt": "a"}, {"prompt": "b", "regex": "x{4}"}, {"prompt": "c", "json_schema": {"const": "é"}},
+             {"prompt": "d", "json_schema": {"type": "strin"}}, {"prompt": "e", "regex": "a", "json_schema": {}},
+             {"prompt": "f", "regex": "[0-9]{2}", "temperature": 2, "seed": 1, "n": 3}]
+    asked.write_text("\n".join(map(json.dumps, lines)))
+    flags += ["--prompts", str(asked), "--out", str(out), "--json-schema", str(schema)]
+    code, _, err = run(capsys, *flags)
+    found = records(out)
+    assert code == 1 and json.loads(found[1]["samples"][0]["text"]) in ("yes", 12)
+    assert found[2]["samples"][0]["text"] == "xxxx" and json.loads(found[3]["samples"][0]["text"]) == "é"
+    assert found[4]["error"] == "line 4: json_schema cannot be followed: Invalid type: strin"
+    assert found[5]["error"].startswith("line 5: json_schema and regex are both given")
+    assert all(re.fullmatch("[0-9]{2}", s["text"]) for s in found[6]["samples"])
+    schema.write_text('{"enum": ["yes"]}')
+    code, _, err = run(capsys, *flags, "--resume")
+    last = {r["id"]: r for r in map(json.loads, out.read_text().splitlines())}  # what failed was tried again
+    assert json.loads(last[1]["samples"][0]["text"]) == "yes", "another form is another question"
+
+
+def test_without_llguidance_the_error_says_how_to_get_it(capsys, folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    code, text, err = run(capsys, "hello", "--regex", "a", "--model", folder)
+    assert (code, text) == (2, "") and "pip install llguidance" in err and err.count("\n") == 1
 
 
 def test_a_file_of_prompts_is_resumed(capsys, monkeypatch, folder, tmp_path):

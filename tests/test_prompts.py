@@ -21,9 +21,10 @@ GOOD = [
     {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Wé? 😀"}], "n": 2,
      "seed": 1},
     {"prompt_ids": [1, 17, 4], "logit_bias": {"17": -5}, "id": 70, "stop": ["\n", "END"], "top_k": -1},
-    {"prompt": "", "raw": True, "ignore_eos": True, "min_tokens": 3, "logprobs": 0, "priority": -2, "top_p": 1},
+    {"prompt": "", "raw": True, "ignore_eos": True, "min_tokens": 3, "logprobs": 0, "priority": -2, "top_p": 1,
+     "regex": "a+"},
     {"prompt": "line\u2028separator \\u0041 \0", "system": "s", "min_p": 0.1, "repetition_penalty": 2, "stop": "x",
-     "presence_penalty": 0.5, "frequency_penalty": -1.5},
+     "presence_penalty": 0.5, "frequency_penalty": -1.5, "json_schema": {"b": "é", "a": {}}},
 ]
 
 
@@ -50,7 +51,8 @@ def test_a_jsonl_file(tmp_path):
     assert found[0].options == {"max_tokens": 100, "temperature": 0.7}
     assert found[2].options == {"logit_bias": {17: -5.0}, "stop": ["\n", "END"], "top_k": -1}
     assert found[4].options == {"system": "s", "min_p": 0.1, "repetition_penalty": 2.0, "stop": ["x"],
-                                "presence_penalty": 0.5, "frequency_penalty": -1.5}
+                                "presence_penalty": 0.5, "frequency_penalty": -1.5,
+                                "json_schema": '{"b":"\\u00e9","a":{}}'}
     assert set().union(*(line.options for line in found)) == set(prompts.OPTIONS), "every option is seen here"
     raw = "\n".join(json.dumps(item, ensure_ascii=False) for item in GOOD)
     assert lines(tmp_path, raw) == lines(tmp_path, raw, "by_its_first_line.txt") == found
@@ -108,6 +110,9 @@ BROKEN = [
     ('{"prompt": "a", "n": true}', '"n" is True'), ('{"prompt": "a", "raw": 1}', "must be true or false"),
     ('{"prompt": "a", "temperature": "hot"}', "must be a finite number"), ('{"prompt": "a", "top_p": 1e999}', "top_p"),
     ('{"prompt": "a", "stop": ""}', '"stop" is'), ('{"prompt": "a", "stop": ["a", ""]}', '"stop" is'),
+    ('{"prompt": "a", "json_schema": "{}"}', "must be an object"),
+    ('{"prompt": "a", "json_schema": []}', '"json_schema" is'),
+    ('{"prompt": "a", "regex": 1}', '"regex" is 1, but must be a text'),
     ('{"prompt": "a", "stop": 5}', '"stop" is 5'), ('{"prompt": "a", "logit_bias": [1]}', '"logit_bias" is'),
     ('{"prompt": "a", "logit_bias": {"-1": 1}}', '"logit_bias" is'),
     ('{"prompt": "a", "logit_bias": {"²": 1}}', '"logit_bias" is'),
@@ -277,6 +282,10 @@ def test_a_fingerprint_is_of_what_was_asked(tmp_path):
     spellings = ['{"prompt": "hi", "temperature": 1, "stop": "a", "seed": null, "logit_bias": {"3": 1}}',
                  '{"logit_bias": {"03": 1.0}, "stop": ["a"], "temperature": 1.0, "at": 7, "prompt": "h\\u0069"}']
     assert len({fingerprint(one(tmp_path, text)) for text in spellings}) == 1
+    # the keys of an answer come in the order of its schema's, so another order is another question
+    schemas = ['{"a": 1, "b": 2}', '{"a":1,"b":2}', '{"b": 2, "a": 1}']
+    a, b, c = (fingerprint(one(tmp_path, f'{{"prompt": "hi", "json_schema": {text}}}')) for text in schemas)
+    assert a == b != c
 
 
 def test_a_fingerprint_is_the_same_in_every_process():

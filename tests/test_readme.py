@@ -34,7 +34,8 @@ def test_every_flag_that_the_readme_uses_exists():
 
     with pytest.raises(SystemExit):
         generate.main(["--help"])
-    known = set(re.findall(r"--[\w-]+", (ROOT / "generate.py").read_text() + (ROOT / "bench.py").read_text()))
+    known = set(re.findall(r"--[\w-]+", "".join((ROOT / name).read_text() for name in (
+        "generate.py", "export.py", "bench.py"))))
     used = set()
     for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL):
         used |= set(re.findall(r"(?<=\s)--[\w-]+", re.sub(r"#.*", "", block)))

@@ -603,10 +603,10 @@ def test_top_logprobs_are_the_best_with_ties_to_the_lowest_id(V):
     for top in {0, 1, 5, 20, 128, V} & set(range(V + 1)):
         chosen, best, values = logprobs(logits, ids, top)
         assert chosen.dtype == values.dtype == torch.float32
-        torch.testing.assert_close(chosen.double(), exact.gather(1, ids[:, None]).squeeze(1), atol=1e-5, rtol=0)
+        torch.testing.assert_close(chosen.double(), exact.gather(1, ids[:, None]).squeeze(1), atol=2e-5, rtol=0)
         for r, row in enumerate(logits.tolist()):
             assert best[r].tolist() == sorted(range(V), key=lambda i, row=row: (-row[i], i))[:top]
-        torch.testing.assert_close(values.double(), exact.gather(1, best), atol=1e-5, rtol=0)
+        torch.testing.assert_close(values.double(), exact.gather(1, best), atol=2e-5, rtol=0)
     assert logprobs(logits.double(), ids, 1)[0].dtype == torch.float64
     with pytest.raises(ValueError, match=f"vocabulary's {V}"):
         logprobs(logits, ids, V + 1)
