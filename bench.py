@@ -519,7 +519,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         least = {"window": 2, **dict.fromkeys(("rate", "ttft", "tpot", "sigma", "kv_memory"), 0)}
         for name, value in vars(args).items():  # a list: its least
             value = min(value) if isinstance(value, list) and value and isinstance(value[0], int) else value
-            if isinstance(value, (int, float)) and not least.get(name, 1) <= value < math.inf:
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if number and not least.get(name, 1) <= value < math.inf:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}, but must be {least.get(name, 1)} or more")
         torch.set_num_threads(args.threads)
         head = card()

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+import attention
 import export
 import generate
 import kvcache
@@ -90,7 +91,7 @@ def answering(model, tokenizer, name: str) -> generate.LLM:
     """An LLM around a model that is there already, with a small cache."""
     c = model.config
     cache = kvcache.PagedKVCache(c.n_layer, c.n_kv_head, c.head_dim, 64, 16, max_seq_len=min(512, c.max_seq_len),
-                                 attention=generate.attention.paged_attention)
+                                 attention=attention.paged_attention)
     return generate.LLM(model.fuse_(), tokenizer, name, cache, set(tokenizer.eos_ids), {})
 
 
@@ -142,7 +143,7 @@ class Bench:
         return found
 
     def _full(self) -> dict:
-        return {**sizes(self.full, {}), **self._judge(self.full)}
+        return {"bits": 32.0, "MB": 4e-6 * sum(p.numel() for p in self.full.parameters()), **self._judge(self.full)}
 
     def _quantized(self, name: str) -> dict:
         method, bits, size = SETTINGS[name]

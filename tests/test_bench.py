@@ -100,6 +100,27 @@ def test_several_types_are_compared_in_one_run(capsys, folder, tmp_path):
         assert code == 2 and f"--dtype {alike} runs model in {alike}, as another --dtype does" in err
 
 
+def test_quantize_keeps_its_cells(capsys, folder, tmp_path, monkeypatch):
+    """Each cell once: a second run measures nothing again; and nothing is judged by the text it was calibrated on."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 8)
+    kept = tmp_path / "cells.json"
+    command = ["quantize", str(text), "--model", folder, "--window", "32", "--windows", "2", "--divergence", "1",
+               "--sequences", "4", "--length", "16", "--rounds", "1", "--tokens", "2", "--results", str(kept),
+               "--methods", "rtn 4 bits a row", "gptq 4 bits a row", "int8", "nf4"]
+    code, out, result = run(capsys, *command)
+    assert code == 0 and set(result["rows"]) == {"float32", "rtn 4 bits a row", "gptq 4 bits a row", "int8", "nf4"}
+    rows = result["rows"]
+    assert rows["float32"]["bits"] == 32 and 4 < rows["nf4"]["bits"] < 5 < 8 < rows["int8"]["bits"] < 9
+    assert rows["int8"]["text.txt KL"] < rows["rtn 4 bits a row"]["text.txt KL"]
+    assert "tokens/s" in rows["int8"] and "tokens/s" not in rows["nf4"]
+    monkeypatch.setattr(bench.quality.Bench, "_quantized", lambda *_: pytest.fail("measured again"))
+    assert run(capsys, *command)[2]["rows"] == rows
+    code, _, err = run(capsys, *command, "--calibration", str(text))
+    assert code == 2 and "calibrated on the text that it is judged by" in err
+
+
 def test_matmuls_are_those_of_a_step(folder, default_gguf):
     """Every matrix once, the head included; of a tied model that is the embedding."""
     for model, n in ((folder, 2 * 4 + 1), (default_gguf, 30 * 4 + 1)):
