@@ -90,8 +90,9 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     scale        multiplies q.k, usually D ** -0.5;  max_q: most new tokens of one sequence (kernels size grids by it)
     window       a token sees so many keys at most, itself included
     k_scale, v_scale   (n_blocks, block_size, G) float32: then the caches hold codes, worth code * scale
-    memo         a dict, empty at first, kept by the caller for as long as these index tensors and the window stay as
-                 they are, that is for the layers of one step: the first one leaves there what all have in common
+    memo         a dict, empty at first, kept by the caller for as long as these index tensors, the window and the
+                 caches' strides stay as they are, that is for the layers of one step: the first one leaves there what
+                 all have in common
     Returns (N, H, D), with return_lse also the natural log-sum-exp of the scores (N, H), float32 or wider.
 
     A row that sees no key at all (kv_len < n) gives zeros, and -inf as log-sum-exp.
@@ -138,7 +139,7 @@ class _Part:
 
 
 def _parts(block_table: torch.Tensor, kv_len: torch.Tensor, q_start: torch.Tensor, block_size: int,
-          window: int | None, in_place: bool) -> list[_Part]:
+           window: int | None, in_place: bool) -> list[_Part]:
     """The parts of a step; sequences without new tokens or without keys are in none. in_place: runs can be views."""
     starts, lengths, device, parts = q_start.tolist(), kv_len.tolist(), block_table.device, []
     for batch in _batches(starts, lengths):

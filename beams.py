@@ -155,7 +155,7 @@ def beam_search(model: Callable, cache, prompt_ids: Sequence[int], *, beams: int
     prompt, context = list(prompt_ids), cache.max_seq_len
     ends = frozenset(() if eos_ids is None else [eos_ids] if isinstance(eos_ids, int) else eos_ids)
     _check_arguments(prompt, context, length_penalty, early_stopping, beams=(beams, 1, None), n_best=(n_best, 1, None),
-           chunk=(chunk, 1, None), max_tokens=(max_tokens, 0, None), min_tokens=(min_tokens, 0, max_tokens))
+                     chunk=(chunk, 1, None), max_tokens=(max_tokens, 0, None), min_tokens=(min_tokens, 0, max_tokens))
     if max_tokens == 0:
         return [Hypothesis([], 0.0, 0.0, "length", [])]
     root, finished = object(), []

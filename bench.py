@@ -433,7 +433,7 @@ def quantizing(args: argparse.Namespace) -> dict:
 # ------------------------------------------------------------------ the command line
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = generate._Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     common = argparse.ArgumentParser(add_help=False)
@@ -513,6 +513,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.set_defaults(run=quantizing, dtype=None)
     args = parser.parse_args(argv)
     args.dtype = list(dict.fromkeys(args.dtype or ["auto"]))
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _arguments(argv)
     try:
         if len(args.dtype) > 1 and args.run not in (latency, perplexity):
             raise ValueError(f"{args.command} measures one --dtype, not {' and '.join(args.dtype)}; give one")

@@ -142,7 +142,8 @@ def quantize_(model: nn.Module, method, stages: Sequence[Callable] = (), states:
     reached or meets NaN, and for folds that change what the model computes. When it raises or is interrupted the model
     is half done and of no use: load it again. Hooks are gone in any case.
     """
-    linears, stages, states = linears_of(model, method, skip), list(stages), list(states)
+    linears, stages, states = find_linears(model, skip), list(stages), list(states)
+    check_groups(linears, method.group_size)
     made, report = dict.fromkeys(linears), dict.fromkeys(linears)  # both in the model's order
     if method.calibrated and not (stages and states):
         raise ValueError(f"{method.name} needs calibration: at least one stage and one state, not {len(stages)} and "
@@ -170,15 +171,8 @@ def quantize_(model: nn.Module, method, stages: Sequence[Callable] = (), states:
     return made, report
 
 
-def linears_of(model: nn.Module, method, skip: Sequence[str] = ("lm_head",)) -> dict[str, nn.Linear]:
-    """The Linears that `quantize_` would quantize, by name; ValueError if it would refuse to. For those who want to
-    know before they make a calibration text."""
-    linears = _linears(model, skip)
-    _check_groups(linears, method.group_size)
-    return linears
-
-
-def _linears(model: nn.Module, skip: Sequence[str]) -> dict[str, nn.Linear]:
+def find_linears(model: nn.Module, skip: Sequence[str] = ("lm_head",)) -> dict[str, nn.Linear]:
+    """What `quantize_` would quantize, by name. ValueError if that is nothing."""
     def stays(name: str) -> bool:
         return any(f".{name}.".endswith(f".{s}.") or f"{name}.".startswith(f"{s}.") for s in skip)
 
@@ -188,7 +182,8 @@ def _linears(model: nn.Module, skip: Sequence[str]) -> dict[str, nn.Linear]:
     return found
 
 
-def _check_groups(linears: Mapping[str, nn.Linear], size: int) -> None:
+def check_groups(linears: Mapping[str, nn.Linear], size: int) -> None:
+    """ValueError if groups of `size` do not divide the columns of each: to be asked before a text is made."""
     for name, linear in linears.items():
         if size > 0 and linear.in_features % size:
             common = math.gcd(*(x.in_features for x in linears.values()))
@@ -389,7 +384,7 @@ def demo() -> None:
     states = [torch.randn(4, 8, 32) for _ in range(5)]
     was = [model(x) for x in states]
     for i, stage in enumerate(model):
-        groups = _trace(stage, states[0], _linears(model, ()))
+        groups = _trace(stage, states[0], find_linears(model, ()))
         print(f"stage {i}: " + ", then ".join(" and ".join(group.names) for group in groups))
     ran.clear()
     print("codes of 3 bits, in the order in which they are chosen:")

@@ -55,8 +55,7 @@ def own_text(path: str | None, sequences: int = SEQUENCES, length: int = LENGTH,
     over the ends of texts.
     """
     one = composition.load(path, max_batch=min(sequences, 32), context=length)
-    norm = one.model.model["norm"].weight.detach().double().cpu().numpy().tobytes()
-    what = f"{one.about} {sequences} {length} {seed}".encode() + norm
+    what = f"{one.about} {one.fingerprint} {sequences} {length} {seed}".encode()
     folder = checkpoint.cache_folder()
     kept = folder / f"calibration-{hashlib.sha256(what).hexdigest()[:16]}.json"
     try:
@@ -104,9 +103,7 @@ def file_text(tokenizer, file: str, sequences: int = SEQUENCES, length: int = LE
 
 def float_model(path: str | None, dtype: torch.dtype = torch.float32) -> tuple[composition.Source, Llama]:
     """The model at `path` in floating point, not fused: parameters have Hugging Face's names."""
-    path = checkpoint.resolve(path)
-    is_gguf = os.path.isfile(path) and not path.endswith(".safetensors")
-    source = composition._read_gguf(path, dtype, False) if is_gguf else composition._read_folder(path)
+    source = composition.read(checkpoint.resolve(path), dtype, False)
     weights = composition.Weights(source.tensors, False, None, dtype, torch.device("cpu"))
     return source, Llama.from_tensors(Config.from_dict(source.config), weights, dtype)
 
@@ -156,12 +153,12 @@ def write_folder(out: str, source: composition.Source, model: Llama, weights: Ma
 
 def tokenizer_files(path: str, source: composition.Source) -> dict:
     """The tokenizer's files: those of the folder as they are, or made of a GGUF file's metadata."""
+    if os.path.isfile(path) and not path.endswith(".safetensors"):
+        return vocab_files.tokenizer_files(vocab.read_gguf(source.tensors.metadata))
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
              "chat_template.jinja", "added_tokens.json", "vocab.json", "merges.txt")
-    folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
-    if not os.path.isfile(path) or path.endswith(".safetensors"):
-        return {name: Path(folder) / name for name in names if os.path.isfile(os.path.join(folder, name))}
-    return vocab_files.tokenizer_files(vocab.read_gguf(source.tensors.metadata))
+    folder = Path(path if os.path.isdir(path) else os.path.dirname(path))
+    return {name: folder / name for name in names if (folder / name).is_file()}
 
 
 # ------------------------------------------------------------------ the command line
@@ -171,7 +168,8 @@ def calibration(path: str | None, file: str | None, sequences: int = SEQUENCES, 
     """ids (sequences, length) of a text file, or of the model's own text."""
     if file is None:
         return own_text(path, sequences, length)
-    return file_text(composition.load(path, context=16).tokenizer, file, sequences, length)
+    tokenizer = composition.read(checkpoint.resolve(path), torch.float32, False).tokenizer
+    return file_text(tokenizer, file, sequences, length)
 
 
 def _arguments(argv: Sequence[str] | None, parser_class: type) -> argparse.Namespace:
@@ -240,7 +238,7 @@ def _run(args: argparse.Namespace) -> None:
     layouts.quantization_config(layout, format=format, **settings)  # what cannot be written is said now
     how = quantize.method(args.method, bits, size, sym, **options,
                           scale_dtype=torch.bfloat16 if layout == "compressed-tensors" else torch.float16)
-    calibrate.linears_of(model, how, args.skip)
+    calibrate.check_groups(calibrate.find_linears(model, args.skip), size)
     if how.calibrated and args.length > model.config.max_seq_len:
         raise ValueError(f"calibration sequences of {args.length} tokens exceed the model's context of "
                          f"{model.config.max_seq_len}; use a smaller --length")
@@ -260,5 +258,5 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _group_that_divides(model: Llama, skip: Sequence[str]) -> int:
-    widths = {m.in_features for m in calibrate._linears(model, skip).values()}
+    widths = {m.in_features for m in calibrate.find_linears(model, skip).values()}
     return next((g for g in (128, 64, 32) if all(w % g == 0 for w in widths)), -1)

@@ -14,7 +14,6 @@ What it does is composed in llm.py, whose `load` is here too, so that from Pytho
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import queue
@@ -361,9 +360,8 @@ class _Job:
         self.raw, self.system, self.quiet = args.raw, args.system, args.quiet
         self.options = {k: v for k, v in _options(args).items() if v is not None and v != []}
         llm.answer([0], **self.options)  # a flag that no line could do with is refused now
-        # An answer is known by what it was asked of: the model, by its last norm, and how it runs.
-        norm = llm.model.model["norm"].weight.detach().double().cpu().numpy().tobytes()
-        self.model = f"{llm.name} {llm.weights} {sorted(llm.defaults.items())} {hashlib.sha256(norm).hexdigest()[:16]}"
+        # An answer is known by what it was asked of: the model, and how it runs.
+        self.model = f"{llm.name} {llm.weights} {sorted(llm.defaults.items())} {llm.fingerprint}"
         self.read: queue.Queue = queue.Queue(AHEAD)
         self.waiting: list[tuple[float, int, prompt_files.Line]] = []  # a heap of those read, by arrival
         self.ended: deque[tuple] = deque()  # answers to be written

@@ -13,6 +13,7 @@ prompt, a list and n answers to each go through it. `generate.py` is the command
 """
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections import deque
@@ -95,8 +96,7 @@ def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", 
     if quantize not in (None, "int8", "int4") or (quantize and not keep):
         raise ValueError(f"quantize {quantize!r} must be int8 or int4, and goes with dtype auto only, not {dtype}")
     dtype = DTYPES[dtype] if not keep else torch.bfloat16 if _native_bfloat16(device) else torch.float32
-    is_gguf = os.path.isfile(path) and not path.endswith(".safetensors")
-    source = _read_gguf(path, dtype, keep) if is_gguf else _read_folder(path)
+    source = read(path, dtype, keep)
     config = Config.from_dict(source.config)
     weights = Weights(source.tensors, keep, int(repack[3:]) if repack else None, dtype, device,
                       int(quantize[3:]) if quantize else None)
@@ -147,6 +147,12 @@ class Source(NamedTuple):
     kinds: list[str]            # how the weights are stored, for people to read
     nbytes: int                 # of all tensors on disk
     quantized: bool = False     # by one of the methods of layouts.py
+
+
+def read(path: str, dtype: torch.dtype, keep: bool) -> Source:
+    """The model at a resolved path. Of a GGUF file the weights come in dtype, or in codes if they are to be kept."""
+    is_gguf = os.path.isfile(path) and not path.endswith(".safetensors")
+    return _read_gguf(path, dtype, keep) if is_gguf else _read_folder(path)
 
 
 def _read_gguf(path: str, dtype: torch.dtype, keep: bool) -> Source:
@@ -295,6 +301,12 @@ class LLM:
         self.drafter, self.k, self.graphs = None, "auto", None
         self.options = {"max_batch": 16, "token_budget": CHUNK, "graphs": True}
         self.batcher = self.new_batcher()
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells these weights from others: a hash of their last norm."""
+        norm = self.model.model["norm"].weight.detach().double().cpu().numpy()
+        return hashlib.sha256(norm.tobytes()).hexdigest()[:16]
 
     def new_batcher(self, **options) -> Batcher:
         """A batcher on this model and cache; options are Batcher's, beside `graphs`. Use one at a time."""

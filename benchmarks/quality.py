@@ -1,6 +1,6 @@
 """What quantizing costs and saves: what `python bench.py quantize` runs. One cell is one method with one setting.
 
-    bits      a weight of the linear layers takes, scales and zero points included; MB of the whole model on disk
+    bits      a weight of the linear layers takes, scales and zero points included; MB of the whole model
     text      perplexity over windows of a text
     KL        to the distributions of the float32 model, over the first windows of each text, in nats
     tokens/s  of decoding at batch 1, where a kernel computes on the codes, beside the float32 model's in the same run
@@ -15,6 +15,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -47,11 +48,11 @@ def stored_bits(weight: Mapping) -> float:
 
 
 def sizes(model, weights: Mapping[str, Mapping]) -> dict[str, float]:
+    """Bits a quantized weight, and MB (1e6 bytes) of the whole model with the rest in 16 bits."""
     n = sum(math.prod(w.get("shape") or w["codes"].shape) for w in weights.values())
     bits = sum(map(stored_bits, weights.values()))
-    rest = sum(p.numel() for name, p in model.state_dict().items() if name.removesuffix(".weight") not in weights
-               and name.rpartition(".")[2] == "weight" and (p.dim() == 1 or "embed" in name or "lm_head" in name))
-    return {"bits": bits / n if n else 32.0, "MB": (bits / 8 + 2 * rest) / 1e6}
+    rest = sum(t.numel() for name, t in model.state_dict().items() if name.rpartition(".")[0] not in weights)
+    return {"bits": bits / n, "MB": (bits / 8 + 2 * rest) / 1e6}
 
 
 @torch.inference_mode()
@@ -159,12 +160,14 @@ class Bench:
             for layer, weight in weights.items():
                 bias = model.get_submodule(layer).bias
                 model.set_submodule(layer, packed.QuantLinear(weight, None if bias is None else bias.data))
-            pair = [answering(m, source.tokenizer, n) for m, n in ((model, name), (self._fused(), "float32"))]
-            found["tokens/s"], found["beside float32"] = decode_speed(*pair, self.tokens, self.rounds)
+            llm = answering(model, source.tokenizer, name)
+            found["tokens/s"], found["beside float32"] = decode_speed(llm, self.beside, self.tokens, self.rounds)
         return found
 
-    def _fused(self):
-        return export.float_model(self.path)[1]
+    @cached_property
+    def beside(self) -> generate.LLM:
+        source, model = export.float_model(self.path)
+        return answering(model, source.tokenizer, "float32")
 
 
 def recovered(rows: Mapping[str, Mapping], text: str) -> dict[str, float]:

@@ -170,7 +170,7 @@ def test_gptq_and_awq_of_a_model_are_closer_than_rtn(sym):
 
 def test_groups_and_their_order():
     net = tiny()
-    groups = calibrate._trace(stages_of(net)[1], net.model["embed_tokens"](ids()[0]), calibrate._linears(net, ()))
+    groups = calibrate._trace(stages_of(net)[1], net.model["embed_tokens"](ids()[0]), calibrate.find_linears(net, ()))
     cut = len("model.layers.1.")
     assert [[n[cut:] for n in g.names] for g in groups] == [LINEARS[:3], LINEARS[3:4], LINEARS[4:6], LINEARS[6:]]
     assert all(g.calls == 1 for g in groups)
@@ -193,7 +193,7 @@ class Twice(nn.Module):
 def test_shared_repeated_and_changed_inputs():
     torch.manual_seed(0)
     net = Twice().double().requires_grad_(False)
-    groups = calibrate._trace(net, randn(2, 3, 8), calibrate._linears(net, ()))
+    groups = calibrate._trace(net, randn(2, 3, 8), calibrate.find_linears(net, ()))
     assert [(g.names, g.calls) for g in groups] == [(["a", "b"], 1), (["c"], 2), (["d"], 1)]
     _, report = quantize_(net, method("gptq"), [net], [randn(2, 3, 8)])
     assert report["c"].tokens == 12 and report["d"].tokens == 6
