@@ -39,6 +39,11 @@ before all else. It depends on nothing but these ids, so refused drafts, steps t
 no care. Row j is asked with the drafts before it; a draft that is not allowed has p = 0 and is never kept, whatever q
 it came from (the theorem holds for any p and q), and rows behind it are not asked. An end that min_tokens or ignore_eos
 would forbid comes all the same where nothing else may: there the answer stops.
+**Bits.** A sum's last bits depend on how it is cut, and a model cuts by how many rows it is given. With `deterministic`
+a step is a chunk of one prompt, cut at fixed multiples, or one id of each who is past his own, in turn; what is
+computed again is cut as it was, and of others' prompts only whole chunks are found. So all that is left to differ is
+how many ids a step of the second kind has: if model and attention do not mind (llm.py tries that out), the bits of an
+answer depend on nobody's company.
 **Faults.** A row of NaN ends its request with "error" and publishes no block. After an exception the step is rolled
 back and its samples run one by one: who fails alone ends with "error", the others never notice.
 
@@ -190,24 +195,30 @@ class Batcher:
     drafter       propose(contexts, k, choose), forget(sample);  verify  as in speculative.py;  drafts  how many: a
                   number, or an object with k(sample, n_batch), record(sample, drafted, accepted), time(rows, seconds),
                   time_draft(seconds, k) and forget(sample) (AdaptiveK of speculative.py)
+    deterministic  None, or the tokens of a chunk, in place of token_budget and chunk: see Bits. It swaps
     """
 
     def __init__(self, model: Callable | None, cache, sampling, vocab_size: int, *, eos_ids: Iterable[int] = (),
                  decoder: Callable | None = None, token_budget: int = 512, chunk: int | None = None,
                  max_batch: int = 16, swap: bool = False, static: str | None = None, forward: Callable | None = None,
-                 drafter=None, verify: Callable | None = None, drafts=4,
+                 drafter=None, verify: Callable | None = None, drafts=4, deterministic: int | None = None,
                  clock: Callable[[], float] = time.perf_counter):
-        for name, value in (("token_budget", token_budget), ("chunk", chunk), ("max_batch", max_batch)):
+        for name, value in (("token_budget", token_budget), ("chunk", chunk), ("max_batch", max_batch),
+                            ("deterministic", deterministic)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, but must be 1 or more")
         if static not in (None, "pad", "drop"):
             raise ValueError(f"static is {static!r}, but must be None, 'pad' or 'drop'")
         if (drafter is None) != (verify is None):
             raise ValueError("speculation takes a drafter and verify; give both or none")
+        if deterministic and (drafter or static):
+            raise ValueError("drafts and padding change how many rows a step has, and so the bits of what it gives; "
+                             "leave out deterministic, or drafter and static")
         self.forward = forward or (lambda step: model(step.tokens, step.positions, step.attend, step.rows))
         self.cache, self.sampling, self.vocab_size, self.eos_ids = cache, sampling, vocab_size, frozenset(eos_ids)
         self.decoder, self.token_budget, self.chunk = decoder, token_budget, chunk or token_budget
-        self.max_batch, self.swap, self.static, self.clock = max_batch, swap, static, clock
+        self.max_batch, self.swap, self.static, self.clock = max_batch, swap or bool(deterministic), static, clock
+        self.deterministic, self._reads = deterministic, False  # _reads: the last step was a chunk of a prompt
         nothing = dict.fromkeys(("record", "time", "time_draft", "forget"), lambda *_: None)
         self.drafter, self.verify = drafter, verify
         self.drafts = drafts if hasattr(drafts, "k") else SimpleNamespace(k=lambda *_: drafts, **nothing)
@@ -369,6 +380,8 @@ class Batcher:
             self._make_room(plan)
             if plan:
                 return plan, {}
+        if self.deterministic:
+            return self._in_turn(), {}
         budget = self.token_budget if self.static is None else self.cache.n_blocks * self.cache.block_size
         generating = sorted((s for s in self.running if self._pending(s) == 1), key=lambda s: s.served)
         plan = {s: s.context[-1:] for s in generating[:budget]}  # not all fit: first who went without last time
@@ -392,6 +405,22 @@ class Batcher:
             self._pad(plan)
         return plan, drafts
 
+    def _in_turn(self) -> dict[Sample, list[int]]:
+        """A chunk of one prompt, or an id of each who is past his own; in turn, if there are both."""
+        def reading() -> list[Sample]:
+            return sorted((s for s in self.running if self.cache.length(s) < len(s.request.prompt_ids)), key=_order)
+
+        while self.waiting and not reading() and self._admit():
+            pass
+        prompts = reading()
+        answers = [s for s in self.running if s not in prompts]
+        self._reads = bool(prompts) and not (self._reads and answers)
+        plan: dict[Sample, list[int]] = {}
+        for samples in (prompts[:1], answers) if self._reads else (answers, prompts[:1]):
+            plan = plan or {s: self._piece(s, self.token_budget) for s in samples if s in self.running}
+            self._make_room(plan)  # the oldest who runs, by himself if need be, always has room
+        return plan
+
     def _pad(self, plan: dict) -> None:
         """Fill a plan of whole pieces up to a rectangle, with ids that are computed for nobody; if there is room."""
         if any(len(ids) < self._pending(s) for s, ids in plan.items()):
@@ -405,7 +434,9 @@ class Batcher:
             plan.update(padded)
 
     def _piece(self, s: Sample, most: int) -> list[int]:
-        begin = self.cache.length(s)
+        begin, prompt = self.cache.length(s), len(s.request.prompt_ids)
+        if self.deterministic:
+            most = max(1, min(self.deterministic - begin % self.deterministic, prompt - begin))
         return s.context[begin: begin + most]
 
     def _take(self, plan: dict, s: Sample, most: int) -> int:
@@ -449,7 +480,7 @@ class Batcher:
         free = self.cache.n_free - sum(self.cache.blocks_needed(x, self._pending(x)) for x in self.running)
         free -= len(self.running)  # each will want a block soon: who is admitted is not to be preempted at once
         self._leaving.append(s)  # until it is in: a failed admission, or an exception in one, leaves nothing behind
-        before, cached = self.cache.n_free, self.cache.add(s, s.context, r.salt)
+        before, cached = self.cache.n_free, self._begin(s)
         lacking = self.cache.blocks_needed(s, len(s.context) - cached) + before - self.cache.n_free  # held by nobody
         if lacking > free:
             self._sweep()
@@ -457,10 +488,10 @@ class Batcher:
         if s.swapped is not None:
             self.cache.free(s)
             try:
-                self.cache.import_(s, s.swapped, r.salt)
+                self.cache.import_(s, s.swapped, *self._sharing(r))
             except Exception:  # a copy that cannot be read is worth nothing
                 self.cache.free(s)
-                self.cache.add(s, s.context, r.salt)
+                self._begin(s)
         self._leaving.pop()
         self.running.append(self.waiting.pop(0))
         s.swapped = None
@@ -468,6 +499,22 @@ class Batcher:
             s.cached = cached
             self.stats.prompt, self.stats.cached = self.stats.prompt + len(s.context), self.stats.cached + cached
         return True
+
+    def _begin(self, s: Sample) -> int:
+        """Begin s in the cache -> how many of its ids are there."""
+        cached = self.cache.add(s, s.context, *self._sharing(s.request))
+        if self.deterministic and cached % self.deterministic:
+            cached -= cached % self.deterministic
+            self.cache.trim(s, cached)
+        return cached
+
+    def _sharing(self, r: Request) -> tuple:
+        """Whose blocks r may find, and how many of its tokens are in blocks that it finds, or others may."""
+        if not self.deterministic:
+            return (r.salt,)
+        # subtle: what a chunk gives has other bits than what the same ids gave one by one, or in a shorter chunk
+        chunk = self.deterministic
+        return f"{r.salt} in chunks of {chunk}", len(r.prompt_ids) // chunk * chunk
 
     # ---- a step
 
@@ -818,7 +865,8 @@ def demo() -> None:
 
     sampling = SimpleNamespace(check=lambda r, V: {}, params=lambda r, V: None, stack=len, warp=lambda x, *_: x,
                                uniforms=lambda *_: None, draw=lambda p, u: p.new_zeros(len(p)).int())
-    for static, title in (("pad", "static batching, padded"), (None, "continuous, at most 6 tokens a step")):
+    print("Six requests, three at a time: a row for each, a column for each step.")
+    for static, title in (("pad", "Static batching, padded"), (None, "Continuous, at most 6 tokens a step")):
         lines: dict[str, dict[int, str]] = {name: {} for name in "ABCDEF"}
         batcher = Batcher(None, Lengths(), sampling, 4, forward=forward, static=static, max_batch=3, token_budget=6)
         for i, (n, m) in enumerate(zip((3, 9, 2, 4, 3, 5), (4, 12, 3, 6, 9, 2))):
@@ -826,7 +874,7 @@ def demo() -> None:
         while batcher.live:
             batcher.step()
         wide = {t: max(len(row.get(t, "")) for row in lines.values()) for t in range(batcher.stats.steps)}
-        print(f"\n{title}: {batcher.stats.steps} steps; small letters are prompts, dots are computed for nobody")
+        print(f"\n{title}: {batcher.stats.steps} steps; small letters are prompts, dots are computed for nobody:")
         for name, row in lines.items():
             print(f"  {name}  " + "|".join(row.get(t, "").ljust(n) for t, n in wide.items()).rstrip(" |"))
 

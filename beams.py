@@ -355,17 +355,17 @@ def demo():
         return beam_search(lambda tokens, *_: table[tokens], Tables(say), [0], beams=beams, max_tokens=6, eos_ids=6,
                            n_best=beams, length_penalty=penalty)
 
-    print("three beams behind a prompt of one word: sum of log-probabilities, text, blocks of 2 tokens")
+    print("Three beams behind a prompt of one word; sum of log-probabilities, text, blocks of 2 tokens:")
     found = search(print, 3, 1.0)
-    print("\nfinished: score = sum / length, the prompt not counted")
+    print("\nFinished; the score is sum / length, where the prompt does not count:")
     for h in found:
         print(f"  {h.score:6.3f} = {h.total:6.3f} / {len(h.ids)}  {' '.join(words[i] for i in h.ids)}")
-    print("\nthe best of three beams by length penalty, and what greedy decoding says")
+    print("\nThe best of three beams by length penalty, and what greedy decoding says:")
     for penalty in (-2.0, 0.0, 1.0, 4.0):
         print(f"  {penalty:4}    {' '.join(words[i] for i in search(lambda text: None, 3, penalty)[0].ids)}")
     print(f"  greedy  {' '.join(words[i] for i in search(lambda text: None, 1, 1.0)[0].ids)}")
-    print(f"\n4 beams, 1000 tokens of prompt, 200 new ones: at most {most_blocks(1000, 200, 4, 16)} blocks of 16 "
-          f"tokens; {4 * most_blocks(1000, 200, 1, 16)} if nothing were shared")
+    print(f"\n4 beams, 1,000 tokens of prompt, 200 new ones: at most {most_blocks(1000, 200, 4, 16)} blocks of 16 "
+          f"tokens; {4 * most_blocks(1000, 200, 1, 16)} if nothing were shared.")
 
 
 if __name__ == "__main__":

@@ -8,11 +8,14 @@
     python bench.py attention                                         paged attention beside torch's own, dense
     python bench.py perplexity FILE                                   quality: windows of 1,024 tokens of a text
     python bench.py quantize FILE pydoc                               what each way of quantizing costs and saves
+    python bench.py parallel --ranks 1 3                              one model on several processes: bytes and time
+    python bench.py readme                                            the figures of README.md and docs, from the JSON
 
 Machines are noisy and differ, so a figure is worth something only beside another one of the same run: the engines
 take turns, each figure is a median, and what to quote is a ratio. A card with the processor, its measured read
 bandwidth, the versions and the commit comes first; the last line of standard output is one JSON object with all of it.
-Nothing else should run meanwhile.
+Nothing else should run meanwhile. What is quoted is kept in benchmarks/, one file a command:
+`python bench.py serve | tail -1 > benchmarks/serve.json`.
 """
 from __future__ import annotations
 
@@ -37,8 +40,10 @@ import export
 import flash
 import generate
 import kvcache
+import roofline
 import traffic
-from benchmarks import quality, serve, speculate
+from benchmarks import parallel as ranks
+from benchmarks import quality, readme, serve, speculate
 from benchmarks.engines import LlamaCpp, Ours, Transformers
 
 # ------------------------------------------------------------------ the card
@@ -86,10 +91,13 @@ def latency(args: argparse.Namespace) -> dict:
     alone = [c for c in args.contexts if 1 in args.batches]
     points = [(1, c) for c in alone] + [(b, args.contexts[0]) for b in args.batches if b > 1]
     longest = max(*args.prompts, max(c for _, c in points) + args.tokens + 1)
-    peers = {"device": "cpu"} if args.peer else {}  # the peers run there
+    peers: dict = {"device": "cpu"} if args.peer else {}  # the peers run there
     for dtype in args.dtype:
         llms.append(_unlike(llms, dtype, generate.load(args.model, dtype=dtype, max_batch=batch,
                                                        kv_memory=args.kv_memory, **peers)))
+    if args.compile:  # the first, with which all others are compared
+        llms.insert(0, generate.load(args.model, dtype=args.dtype[0], max_batch=batch, kv_memory=args.kv_memory,
+                                     compile=batch, **peers))
     llm = llms[0]
     if longest > llm.context:
         raise ValueError(f"contexts reach {longest} tokens here, but the model's is {llm.context}")
@@ -136,17 +144,28 @@ def latency(args: argparse.Namespace) -> dict:
 def _ceilings(engines: Sequence[Ours], points: Sequence[tuple[int, int]], columns: Sequence[str], medians: dict,
               args: argparse.Namespace) -> dict:
     """What a decode step must read, half-way through a round, and its speed as a share of what the card's bandwidth
-    would allow."""
+    would allow, as roofline.py has it."""
     found, bandwidth = {}, args.bandwidth
+    chip = roofline.Chip("this machine", 1, bandwidth * 1e9, 1)  # only its bandwidth is looked at
     for engine in engines:
+        shape = _shape(engine)
         for (b, c), column in zip(points, columns):
-            n_bytes = engine.weight_bytes + b * (c + (args.tokens + 1) / 2) * engine.kv_bytes
-            share = medians[engine.name][column] / b * n_bytes / (bandwidth * 1e9)
+            n_bytes = roofline.decode_bytes(shape, b, c + (args.tokens + 1) / 2)
+            share = medians[engine.name][column] / b * roofline.step_s(0, n_bytes, chip)
             found[f"{engine.name}, {column}"] = {"MB a step": round(n_bytes / 1e6, 1), "share": round(share, 3)}
     print(f"\nwhat a decode step reads (weights, and keys and values), and its speed as a share of what {bandwidth} "
           "GB/s would allow\n")
     _table("", ["MB a step", "share"], found, ".3g")
     return found
+
+
+def _shape(engine: Ours) -> roofline.Shape:
+    """The matrices and the cache of an engine, in the bits that they take here."""
+    c = engine.llm.model.config
+    n = sum(m.weight.numel() if hasattr(m, "weight") else m.in_features * m.out_features for m in engine.matrices)
+    kv_bits = 8 * engine.kv_bytes / (2 * c.n_layer * c.n_kv_head * c.head_dim)
+    return roofline.Shape(engine.name, n, c.n_layer, c.n_head, c.n_kv_head, c.head_dim, c.max_seq_len, c.sliding_window,
+                          8 * engine.weight_bytes / n, kv_bits)
 
 
 def _unlike(before: Sequence, dtype: str, llm: generate.LLM) -> generate.LLM:
@@ -296,12 +315,15 @@ def serving(args: argparse.Namespace) -> dict:
     llm, slots = generate.load(args.model, dtype=args.dtype[0], max_batch=args.slots), args.slots
     steps = -(-4 * args.long // generate.BESIDE)  # of the spike, in which every stream gets a token; rather more
     needs = {"mix": args.prompt + args.output, "spike": max(args.long + 1, 64 + 8 + 40 + steps + 1),
-             "arrivals": args.shared + args.prompt + args.output}
+             **dict.fromkeys(("arrivals", "load"), args.shared + args.prompt + args.output)}
     for part in args.parts:
         if needs[part] > llm.context:
             raise ValueError(f"{part} needs {needs[part]} tokens with these flags, but the model's context is "
                              f"{llm.context}; lower --prompt, --output, --shared or --long")
-    found: dict = {"model": llm.name, "weights": llm.weights, "mix": [], "spike": [], "arrivals": []}
+    found: dict = {"model": llm.name, "weights": llm.weights, "mix": [], "spike": [], "arrivals": [], "load": []}
+    rates = sorted(args.rates or [args.rate * x for x in (0.25, 0.5, 1, 2)])
+    traffic_like = (args.requests, args.prompt, args.output, args.sigma, args.shared, slots,
+                    (args.ttft, args.tpot / 1e3))
     for round_ in range(args.rounds):
         if round_ == 0:
             serve.mix(llm, 2, args.prompt, 8, 0.0, slots, -1)  # warms up, and is not counted
@@ -310,9 +332,10 @@ def serving(args: argparse.Namespace) -> dict:
         if "spike" in args.parts:
             found["spike"].append(serve.spike(llm, args.streams, args.long, round_))
         if "arrivals" in args.parts:
-            limits = (args.ttft, args.tpot / 1e3)
-            found["arrivals"].append(serve.arrivals(llm, args.rate, args.requests, args.prompt, args.output, args.sigma,
-                                                    args.shared, slots, limits, round_))
+            found["arrivals"].append(serve.arrivals(llm, args.rate, *traffic_like, round_))
+        if "load" in args.parts:
+            found["load"].append({f"{rate:g}": serve.arrivals(llm, rate, *traffic_like, round_, ["prefix cache"])[
+                "prefix cache"] for rate in rates})
         print(f"round {round_ + 1} of {args.rounds} done", file=sys.stderr, flush=True)
     figures = {part: _medians(rounds) for part, rounds in found.items() if part in args.parts}
     if "mix" in figures:
@@ -330,6 +353,10 @@ def serving(args: argparse.Namespace) -> dict:
               f"tokens cached, {row['pool']:.1%} of the pool in use, {row['preempted']:g} preemptions\n  "
               + traffic.describe(row).replace("\n", "\n  ")
               + f" | E2E {' / '.join(format(row['e2e_s'][q], '.2f') for q in ('p50', 'p95', 'p99'))} s")
+    if "load" in figures:
+        print(f"\n{args.requests} requests at each rate, {args.shared} common tokens each, with the prefix cache\n")
+        rows = {rate: readme.load_row(row) for rate, row in figures["load"].items()}
+        _table("requests/s", readme.LOAD, rows, ".3g")
     return {**found, "medians": figures, "options": {k: v for k, v in vars(args).items()
                                                       if isinstance(v, (int, float, str, list))}}
 
@@ -430,22 +457,54 @@ def quantizing(args: argparse.Namespace) -> dict:
     return {"what": found.what, "rows": rows, "recovered": shares}
 
 
+# ------------------------------------------------------------------ several ranks
+
+
+def several_ranks(args: argparse.Namespace) -> dict:
+    """Steps of one model on 1, 2, .. processes of this machine: what they exchange and where the time goes."""
+    argv = ["--dtype", args.dtype[0], "--threads", str(args.threads), "--prompt", str(args.prompt), "--rounds",
+            str(args.rounds), "--batches", *map(str, args.batches), *(["--model", args.model] if args.model else [])]
+    found = {n: ranks.launch(n, argv) for n in args.ranks}
+    one = found.get(1, {"steps": {}})["steps"]
+    for n, run in found.items():
+        print(f"\n{n} rank{'s' * (n > 1)} of {args.threads} thread{'s' * (args.threads > 1)}, {run['kind']}, with "
+              f"weights of {run['weights'] / 1e6:.1f} MB on rank 0: ms a step\n")
+        rows, moved = {}, {}
+        for name, x in run["steps"].items():
+            spent = {kind: x.get(f"{kind} seconds", 0.0) for kind in ranks.KINDS}
+            rows[name] = {"step": 1e3 * x["seconds"], **{kind: 1e3 * s for kind, s in spent.items()},
+                          "computing": 1e3 * (x["seconds"] - sum(spent.values()))}
+            if name in one:
+                rows[name]["times one rank"] = one[name]["seconds"] / x["seconds"]
+            if n > 1:
+                moved[name] = {"added up": x["all_reduce bytes"], "formula": x["all_reduce formula"],
+                               "gathered": x["gather bytes"], "by formula": x["gather formula"],
+                               "plan": x["plan bytes"], "sent, by a ring": x["ring"],
+                               "sent": math.nan if x["written"] is None else x["written"]}
+        _table("", list(next(iter(rows.values()))), rows, ".3g")
+        if moved:
+            print("\nbytes a step of rank 0; sent is what it wrote, all of it\n")
+            _table("", list(next(iter(moved.values()))), moved, ",.0f")
+    return {"ranks": found, "threads": args.threads}
+
+
 # ------------------------------------------------------------------ the command line
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = generate._Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    common = argparse.ArgumentParser(add_help=False)
+    common = generate._Parser(add_help=False)
     common.add_argument("--model", metavar="PATH", help="as in generate.py (default: SmolLM2-135M-Instruct)")
     common.add_argument("--dtype", action="append", help="as in generate.py (default: auto); several are compared")
-    common.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s")
+    common.add_argument("--threads", type=int, help="default: one a core; of each process of `parallel` 1")
     p = commands.add_parser("latency", parents=[common], help="prefill and decode speed, beside peers")
     p.add_argument("--peer", action="append", default=[], choices=["transformers", "llama.cpp", "llama.cpp-q4_0"],
                    help="llama.cpp runs the file as it is, llama.cpp-q4_0 rounded once more to its fastest type")
     p.add_argument("--prompts", type=int, nargs="+", default=[128, 512, 2048],
                    help="tokens of the prefills (default: 128 512 2048)")
     p.add_argument("--kv-memory", type=float, default=generate.KV_GIB, help="as in generate.py (default: %(default)s)")
+    p.add_argument("--compile", action="store_true", help="also with compiled decode steps (the first --dtype)")
     p.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 32], help="sequences at once, one with each "
                    "context, more with the first (default: 1 4 16 32)")
     p.add_argument("--contexts", type=int, nargs="+", default=[16, 512, 4096],
@@ -467,7 +526,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--rounds", type=int, default=5, help="default: 5")
     p.set_defaults(run=prefix)
     p = commands.add_parser("serve", parents=[common], help="many requests: throughput, latencies, ways of batching")
-    p.add_argument("--parts", nargs="+", default=["mix", "spike", "arrivals"], choices=["mix", "spike", "arrivals"])
+    parts = ["mix", "spike", "arrivals", "load"]
+    p.add_argument("--parts", nargs="+", default=parts, choices=parts)
     p.add_argument("--requests", type=int, default=64, help="default: 64")
     p.add_argument("--slots", type=int, default=16, help="most samples at once (default: 16)")
     p.add_argument("--prompt", type=int, default=64, help="median tokens of a prompt (default: 64)")
@@ -476,6 +536,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--streams", type=int, default=8, help="spike: running answers (default: 8)")
     p.add_argument("--long", type=int, default=2000, help="spike: tokens of the long prompt (default: 2000)")
     p.add_argument("--rate", type=float, default=1.0, help="arrivals: requests a second (default: 1)")
+    p.add_argument("--rates", type=float, nargs="+", help="load: requests a second, one run for each (default: a "
+                   "quarter of, half of, one and two times --rate)")
     p.add_argument("--shared", type=int, default=256, help="arrivals: common tokens (default: 256)")
     p.add_argument("--ttft", type=float, default=2.0, help="arrivals: s to the first token that are good (default: 2)")
     p.add_argument("--tpot", type=float, default=150.0, help="arrivals: ms a token that are good (default: 150)")
@@ -511,6 +573,14 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--rounds", type=int, default=5, help="of decoding (default: 5)")
     p.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s")
     p.set_defaults(run=quantizing, dtype=None)
+    commands.add_parser("readme", help="put the figures of benchmarks/*.json into README.md and docs"
+                        ).set_defaults(dtype=None)
+    p = commands.add_parser("parallel", parents=[common], help="one model on several processes: bytes and time")
+    p.add_argument("--ranks", type=int, nargs="+", default=[1, 3], help="numbers of processes (default: 1 3)")
+    p.add_argument("--batches", type=int, nargs="+", default=[1, 16], help="sequences that decode (default: 1 16)")
+    p.add_argument("--prompt", type=int, default=128, help="tokens of a piece of a prompt (default: 128)")
+    p.add_argument("--rounds", type=int, default=5, help="steps of each kind (default: 5)")
+    p.set_defaults(run=several_ranks)
     args = parser.parse_args(argv)
     args.dtype = list(dict.fromkeys(args.dtype or ["auto"]))
     return args
@@ -519,11 +589,16 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     try:
+        if args.command == "readme":
+            print("\n".join(readme.write()) or "nothing has changed")
+            return 0
         if len(args.dtype) > 1 and args.run not in (latency, perplexity):
             raise ValueError(f"{args.command} measures one --dtype, not {' and '.join(args.dtype)}; give one")
-        least = {"window": 2, **dict.fromkeys(("rate", "ttft", "tpot", "sigma", "kv_memory"), 0)}
+        if args.threads is None:
+            args.threads = 1 if args.run is several_ranks else torch.get_num_threads()
+        least = {"window": 2, **dict.fromkeys(("rate", "rates", "ttft", "tpot", "sigma", "kv_memory"), 0)}
         for name, value in vars(args).items():  # a list: its least
-            value = min(value) if isinstance(value, list) and value and isinstance(value[0], int) else value
+            value = min(value) if isinstance(value, list) and value and isinstance(value[0], (int, float)) else value
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if number and not least.get(name, 1) <= value < math.inf:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}, but must be {least.get(name, 1)} or more")

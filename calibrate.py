@@ -61,7 +61,7 @@ class Statistics:
 
     def __init__(self, hessian: bool = True):
         self.n, self.hessian = 0, hessian
-        self.H = self.mean_abs = self.max_abs = None
+        self.H = self.mean_abs = self.max_abs = None  # type: Tensor
 
     def add(self, x: Tensor, where: str = "the input") -> None:
         """ValueError, naming `where`, if x holds NaN or infinity: no damping repairs a poisoned average."""
@@ -349,7 +349,7 @@ def demo() -> None:
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
-            self.norm, self.gate, self.up, self.down = nn.LayerNorm(32), *(nn.Linear(32, 32) for _ in range(3))
+            self.norm, (self.gate, self.up, self.down) = nn.LayerNorm(32), (nn.Linear(32, 32) for _ in range(3))
 
         def forward(self, x):
             h = self.norm(x)
@@ -383,17 +383,19 @@ def demo() -> None:
             m.register_forward_hook(lambda *a, name=name: ran.append(name))
     states = [torch.randn(4, 8, 32) for _ in range(5)]
     was = [model(x) for x in states]
+    print("Which layers are given the same input, and in which order:")
     for i, stage in enumerate(model):
         groups = _trace(stage, states[0], find_linears(model, ()))
-        print(f"stage {i}: " + ", then ".join(" and ".join(group.names) for group in groups))
+        print(f"    stage {i}: " + ", then ".join(" and ".join(group.names) for group in groups))
     ran.clear()
-    print("codes of 3 bits, in the order in which they are chosen:")
+    print("\nCodes of 3 bits, in the order in which they are chosen:")
     _, report = quantize_(model, Rounding(), list(model), states)
+    print("\nWhat it took, and what it cost:")
     for name, layer in report.items():
         print(f"    {name:8} ran {ran.count(name):2} times on {len(states)} batches; relative error of its output "
               f"{layer.error:.3f}")
     off = sum(float((model(x) - y).square().sum()) for x, y in zip(states, was)) ** 0.5
-    print(f"relative error of the model {off / sum(float(y.square().sum()) for y in was) ** 0.5:.3f}")
+    print(f"    the model as a whole: relative error {off / sum(float(y.square().sum()) for y in was) ** 0.5:.3f}")
 
 
 if __name__ == "__main__":

@@ -169,7 +169,7 @@ class _Meter:
 class _Generation(Extension):
     """{% generation %} .. {% endgeneration %} marks the assistant's words for training; here it does nothing."""
 
-    tags = frozenset(("generation",))
+    tags = frozenset(("generation",))  # type: ignore[assignment]  # a set that nobody changes
 
     def parse(self, parser: Any) -> Any:
         next(parser.stream)
@@ -179,13 +179,13 @@ class _Generation(Extension):
 class _Paid(NodeTransformer):
     """Sends to the meter what the sandbox has no hook for: literals, comparisons, slices, ~ and loop rounds."""
 
-    def paid(self, node: nodes.Expr) -> nodes.Expr:
+    def paid(self, node: nodes.Expr) -> nodes.Node:
         self.generic_visit(node)
         return node if getattr(node, "ctx", "load") == "store" else _filtered(node)
 
     visit_List = visit_Tuple = visit_Dict = visit_Compare = visit_Test = paid
 
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         return self.paid(node) if isinstance(node.arg, nodes.Slice) else self.generic_visit(node)
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:
@@ -202,7 +202,7 @@ class _Paid(NodeTransformer):
         return node
 
 
-def _filtered(node: nodes.Expr, name: str = "_keep") -> nodes.Filter:
+def _filtered(node: Any, name: str = "_keep") -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
@@ -224,7 +224,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def __init__(self, meter: _Meter):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], optimized=False,
                          finalize=meter.show)
-        self.meter, self.concat = meter, meter.concat
+        self.meter, self.concat = meter, meter.concat  # type: ignore[method-assign]  # Jinja's way
         own = {"tojson": self._tojson, "string": meter.show, "safe": meter.show}
         self.filters = {name: self._metered(name, own.get(name) or self.filters[name]) for name in FILTERS}
         self.filters["_keep"] = meter.keep
@@ -325,7 +325,7 @@ class ChatTemplate:
 
     def __init__(self, source: str):
         self.source = source
-        self._meter, self._lock, self._template = _Meter(), threading.Lock(), None
+        self._meter, self._lock, self._template = _Meter(), threading.Lock(), None  # type: _Meter, threading.Lock, Any
 
     def encode(self, messages: Sequence[dict], tokenizer: Any, *, add_generation_prompt: bool = True,
                **template_vars: Any) -> list[int]:

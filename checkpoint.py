@@ -515,9 +515,10 @@ def demo():
         tensors = {"model.embed_tokens.weight": torch.randn(10, 4).bfloat16(), "model.norm.weight": torch.ones(4),
                    "lm_head.weight": torch.randn(10, 4).bfloat16()}
         save(folder, {"model_type": "llama", "hidden_size": 4}, tensors, {"eos_token_id": [2, 5]}, max_shard_bytes=100)
-        print("written:", *sorted(f"{p.name} ({p.stat().st_size} bytes)" for p in folder.iterdir()), sep="\n  ")
+        written = sorted(f"{p.name} ({p.stat().st_size} bytes)" for p in folder.iterdir())
+        print("What save puts there:", *written, sep="\n  ")
         read = load(folder)
-        print(f"config {read.config}, generation {read.generation}, {read.tensors}")
+        print(f"\nWhat load gives back: config {read.config}, generation {read.generation}, {read.tensors}:")
         for name, tensor in read.tensors.items():
             same = torch.equal(tensor, tensors[name])
             print(f"  {name:<28}{tensor.dtype!s:<16}{tuple(tensor.shape)!s:<9}{'as written' if same else 'DIFFERS'}")
@@ -527,7 +528,7 @@ def demo():
         try:
             load(folder)
         except ValueError as e:
-            print("an index that points elsewhere is refused:", str(e).replace(room, ""), sep="\n  ")
+            print("\nAn index that points elsewhere is refused:", str(e).replace(room, ""), sep="\n  ")
 
 
 if __name__ == "__main__":

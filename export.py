@@ -154,7 +154,7 @@ def write_folder(out: str, source: composition.Source, model: Llama, weights: Ma
 def tokenizer_files(path: str, source: composition.Source) -> dict:
     """The tokenizer's files: those of the folder as they are, or made of a GGUF file's metadata."""
     if os.path.isfile(path) and not path.endswith(".safetensors"):
-        return vocab_files.tokenizer_files(vocab.read_gguf(source.tensors.metadata))
+        return vocab_files.tokenizer_files(vocab.read_gguf(source.tensors.metadata))  # type: ignore[attr-defined]
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
              "chat_template.jinja", "added_tokens.json", "vocab.json", "merges.txt")
     folder = Path(path if os.path.isdir(path) else os.path.dirname(path))

@@ -35,13 +35,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-triton = None
+triton: Any = None
 if torch.version.cuda or "TRITON_INTERPRET" in os.environ:  # else 0.3 s of importing for nothing
     try:
-        import triton
+        import triton  # type: ignore[no-redef]
         import triton.language as tl
     except ImportError:  # there is none outside Linux
         triton = None
@@ -394,22 +395,22 @@ def online_softmax(scores: torch.Tensor, values: torch.Tensor, tile: int) -> Ite
 def demo() -> None:
     scores = torch.tensor([-0.45, -1.45, 0.55, -0.20, -3.00, 0.30, 1.75])
     values = torch.tensor([0.75, 0.13, 0.20, 0.90, 0.50, -0.40, 1.00])
-    print("one row of attention in tiles of two keys; m: maximum, l: sum of e^(s - m), old: what a new maximum leaves")
+    print("A row of attention in tiles of two keys (m: maximum, l: sum of e^(s - m), old: what a new maximum leaves):")
     before = -math.inf
     for i, (m, l, out) in enumerate(online_softmax(scores, values, 2)):
         tile = ", ".join(f"{s:5.2f}" for s in scores[2 * i: 2 * i + 2].tolist())
         print(f"  scores {tile:<13}  old x {math.exp(before - m):.3f}   m {m:5.2f}   l {l:.3f}   out so far {out:.4f}")
         before = m
     exact = (scores.double().softmax(0) @ values.double()).item()
-    print(f"the whole row at once: {exact:.4f}, difference {abs(out - exact):.0e}")
-    print("\nthe same row in pieces of four keys that know nothing of each other, then merged:")
+    print(f"  the whole row at once: {exact:.4f}, difference {abs(out - exact):.0e}")
+    print("\nThe same row in pieces of four keys that know nothing of each other, then merged:")
     pieces = [list(online_softmax(s, v, 2))[-1] for s, v in zip(scores.split(4), values.split(4))]
     top = max(m for m, _, _ in pieces)
     weights = [l * math.exp(m - top) for m, l, _ in pieces]
     for (m, l, out), w in zip(pieces, weights):
         print(f"  out {out:.4f}   log-sum-exp {m + math.log(l):.4f}   weight {w / sum(weights):.4f}")
     merged = sum(w * out for w, (_, _, out) in zip(weights, pieces)) / sum(weights)
-    print(f"merged: {merged:.4f}, difference {abs(merged - exact):.0e}")
+    print(f"  merged: {merged:.4f}, difference {abs(merged - exact):.0e}")
 
 
 if __name__ == "__main__":

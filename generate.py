@@ -25,20 +25,26 @@ import time
 import warnings
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from heapq import heappop, heappush
+from pathlib import Path
+from types import SimpleNamespace
 
 if __name__ == "__main__":  # Ctrl-C while torch is imported just ends the program; `main` then takes over
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if "RANK" in os.environ:  # one of several: what torch's C++ would print of a lost connection is told in a line
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 import torch
 
 import batching
+import parallel
 import prompts as prompt_files
+import replicas
 import traffic
-from llm import BESIDE, CHUNK, DTYPES, FORM, KV_GIB, LLM, Answer, load
+from llm import BEAMS, BESIDE, CHUNK, DTYPES, FORM, KV_GIB, LLM, Answer, load
 
 __all__ = ["BESIDE", "CHUNK", "KV_GIB", "LLM", "Answer", "load", "main"]
 
@@ -60,8 +66,9 @@ EXAMPLES = """examples:
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # one line, not a page of usage
-        self.exit(2, f"error: {' '.join(message.split())} (--help lists the flags)\n")
+    def error(self, message: str) -> None:  # one line, not a page of usage, and one of several ranks says it
+        quiet = parallel.launched() and os.environ["RANK"] != "0"
+        self.exit(2, None if quiet else f"error: {' '.join(message.split())} (--help lists the flags)\n")
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -92,6 +99,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     form.add_argument("--regex", metavar="PATTERN", help="the answer is a text that this pattern matches as a whole")
     add("--logprobs", type=int, metavar="N", help="with --json, log-probabilities of the N likeliest tokens")
     add("--n", type=int, default=1, metavar="N", help="so many answers, each with its own randomness (default: 1)")
+    add("--beams", type=int, metavar="N", help="search for the likeliest text with so many beams, in place of drawing; "
+        "--n tells the best N")
+    add("--length-penalty", type=float, metavar="X", help="with --beams, the score is the log-probability by tokens to "
+        "the power X: above 0 favours long texts (default: 1)")
+    add("--early-stopping", action="store_true", default=None, help="with --beams, end with as many texts as beams, "
+        "though better ones may come")
     add("--min-tokens", type=int, metavar="N", help="no end before so many tokens (default: 0)")
     add("--ignore-eos", action="store_true", help="go on after the model's end-of-text token")
     add("--prompts", metavar="FILE", help="answer a file: a prompt a line, or JSONL with a prompt, messages or "
@@ -99,12 +112,18 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--out", metavar="FILE", help="with --prompts, where the answers go, JSONL (default: standard output)")
     add("--resume", action="store_true", help="with --prompts and --out, answer only what is missing in that file")
     add("--max-batch", type=int, default=16, metavar="N", help="most answers at once (default: 16)")
+    add("--replicas", type=int, default=1, metavar="N", help="with --prompts, so many copies of the model, each in a "
+        "process and, if there are GPUs, on one of its own; who shares a beginning shares a replica (default: 1)")
     add("--token-budget", type=int, default=CHUNK, metavar="N", help=f"most tokens of one pass (default: {CHUNK})")
+    add("--compile", action="store_true", help="on a CPU, run decode steps compiled, 1.5 to 2 times as fast; the first "
+        "time compiling takes a minute or two (needs a C++ compiler)")
     add("--no-graphs", action="store_true", help="on CUDA, launch kernels one by one")
     add("--draft", metavar="HOW", help="speculative decoding, which changes no answer: ngram (what followed the same "
         "words before), or the path of a smaller model of the same vocabulary")
     add("--k", default="auto", metavar="N", help="with --draft, so many drafts a pass (default: auto, as many as pay)")
     add("--compare", action="store_true", help="with --draft, answer without it too, and tell how much faster it is")
+    add("--deterministic", action="store_true", help="on a CPU, packed or in bfloat16: an answer is the same to the "
+        "last bit whoever else is answered and whatever is cached; slower with several at once")
     add("--context", type=int, metavar="N", help="most tokens of a conversation (default: the model's own, or what the "
                                                  "KV cache has room for)")
     add("--kv-memory", type=float, default=KV_GIB, metavar="GIB",
@@ -118,7 +137,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--repack", choices=["int8", "int4"], help="round quantized weights that no kernel takes as they are (Q6_K, "
         "fp8) once more, to run packed (default: expand them)")
     add("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: auto)")
-    add("--threads", type=int, metavar="N", help=f"CPU threads (default: {torch.get_num_threads()})")
+    add("--threads", type=int, metavar="N", help="CPU threads (default: one for each physical core)")
     add("--json", action="store_true", help="print one JSON object instead of streaming text")
     add("--quiet", action="store_true", help="no statistics on standard error")
     add("--debug", action="store_true", help="a traceback with errors")
@@ -135,12 +154,22 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--out and --resume go with --prompts")
     if args.draft is None and (args.k != "auto" or args.compare):
         parser.error("--k and --compare go with --draft")
+    if args.beams is None and (args.length_penalty is not None or args.early_stopping):
+        parser.error("--length-penalty and --early-stopping go with --beams")
+    if args.beams is not None and args.draft is not None:
+        parser.error("--beams keeps no single text that drafts could go on with; leave out --draft")
+    if args.beams is not None and args.deterministic:
+        parser.error("--beams cuts its prompt and shares its blocks in its own way; leave it out, or --deterministic")
+    if args.beams is not None and args.prompts is not None:
+        parser.error("--beams searches for one answer at a time; give a prompt in place of --prompts")
     if args.compare and (args.prompts is not None or args.json):
         parser.error("--compare goes with a single prompt, and without --json")
     if args.json_schema is not None:
         args.json_schema = _schema(args.json_schema, parser)
     args.k = int(args.k) if args.k.isdecimal() else args.k
-    for name in ("max_batch", "token_budget"):
+    if args.replicas > 1 and (args.prompts is None or parallel.launched()):
+        parser.error("--replicas goes with --prompts, and without torchrun, whose processes share one model")
+    for name in ("max_batch", "token_budget", "replicas"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}, but must be 1 or more")
     return args
@@ -159,7 +188,7 @@ def _schema(path: str, parser: argparse.ArgumentParser) -> str:
 
 def _options(args: argparse.Namespace) -> dict:
     names = ("max_tokens", "min_tokens", "ignore_eos", "stop", "seed", "n", "logprobs", "temperature", "top_k", "top_p",
-             "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "json_schema", "regex")
+             "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "json_schema", "regex", *BEAMS)
     return {name: getattr(args, name) for name in names}
 
 
@@ -200,10 +229,11 @@ def _statistics(llm: LLM, answer: Answer) -> str:
     cached = f" ({answer.cached} cached)" if answer.cached else ""
     parts = [llm.name, llm.weights, f"prompt {len(answer.prompt_ids)} tokens{cached}"]
     if answer.ttft_s is not None:
-        parts.append(f"first token after {answer.ttft_s:.2f} s")
+        parts.append(f"{'found' if answer.scores else 'first token'} after {answer.ttft_s:.2f} s")
     speed = f" at {answer.tokens_per_s:.1f} tokens/s" if answer.tokens_per_s else ""
     several = f" and {len(answer.samples) - 1} more answers" if len(answer.samples) > 1 else ""
-    return " | ".join([*parts, f"{len(answer.ids)} tokens{speed}{several}", *_drafting(llm), f"{answer.finish_reason}"])
+    parts += [f"{len(answer.ids)} tokens{speed}{several}", *_drafting(llm)]
+    return " | ".join([*parts, *(f"score {score:.4f}" for score in answer.scores[:1]), f"{answer.finish_reason}"])
 
 
 def _drafting(llm: LLM) -> list[str]:
@@ -244,7 +274,10 @@ def _compare(llm: LLM, prompt_ids: Sequence[int], args: argparse.Namespace) -> s
 def _note_idle_flags(llm: LLM, args: argparse.Namespace) -> None:
     idle = [f for f in ("top_k", "top_p", "min_p", "seed") if getattr(args, f) is not None]
     idle += ["n"] if args.n > 1 else []
-    if idle and args.temperature is None and llm.defaults.get("temperature") == 0 and not args.quiet:
+    if args.beams is not None:
+        if args.seed is not None and not args.quiet:
+            _say("note: --seed changes nothing with --beams, which draws nothing")
+    elif idle and args.temperature is None and llm.defaults.get("temperature") == 0 and not args.quiet:
         _say(f"note: --{idle[0].replace('_', '-')} changes nothing at temperature 0; add --temperature")
 
 
@@ -266,6 +299,8 @@ def _one(llm: LLM, prompt: str, args: argparse.Namespace) -> int:
             for _ in answer:
                 pass
         first, *more = [_sample(s) for s in answer.samples]
+        for told, score in zip((first, *more), answer.scores):
+            told["score"] = score
         result = {"prompt_ids": answer.prompt_ids, **{k: v for k, v in first.items() if k != "logprobs"},
                   "ttft_s": answer.ttft_s, "tokens_per_s": answer.tokens_per_s}
         if args.logprobs is not None:
@@ -345,10 +380,34 @@ def _chat(llm: LLM, args: argparse.Namespace) -> int:
             _say(_statistics(llm, answer))
 
 
-def _load(args: argparse.Namespace) -> LLM:
+def _load(args: argparse.Namespace, group: parallel.Group | None = None) -> LLM:
+    several = args.prompts or args.n > 1 or (args.beams or 1) > 1  # samples in a step: a second function to compile
     return load(args.model, dtype=args.dtype, device=args.device, context=args.context, repack=args.repack,
                 quantize=args.quantize, kv_dtype=args.kv_dtype, kv_memory=args.kv_memory, max_batch=args.max_batch,
-                token_budget=args.token_budget, graphs=not args.no_graphs, draft=args.draft, k=args.k)
+                token_budget=args.token_budget, graphs=not args.no_graphs, draft=args.draft, k=args.k,
+                compile=(args.max_batch if several else 1) if args.compile else 0, deterministic=args.deterministic,
+                group=group)
+
+
+def _completed(line: prompt_files.Line, args: argparse.Namespace, model: str) -> prompt_files.Line:
+    """What is asked of all is asked of this line too, and is part of what its answer is known by."""
+    if line.error is not None:
+        return line
+    own = {"raw": args.raw, "system": None if line.options.get("raw") else args.system}
+    own = {k: v for k, v in own.items() if v} if isinstance(line.prompt, str) else {}
+    shared = {k: v for k, v in _options(args).items() if v is not None and v != []}
+    if not set(FORM).isdisjoint(line.options):  # a line's own form is in place of the one that is asked of all
+        shared = {k: v for k, v in shared.items() if k not in FORM}
+    return line._replace(options={**shared, **own, "model": model, **line.options})
+
+
+def _summary(times: list[traffic.Timeline], wall: float, s: batching.Stats, drafting: list[str], errors: int,
+             before: int) -> str:
+    """What became of a file of prompts, for people."""
+    hits = f", {s.cached / s.prompt:.0%} of them cached" if s.prompt else ""
+    before = f"; {before} were answered before" if before else ""
+    parts = [f"{s.prompt:,} prompt tokens{hits}", f"{s.preempted:,} preemptions", *drafting, f"{errors} errors{before}"]
+    return traffic.describe(traffic.summary(times, wall)) + "\n" + "; ".join(parts)
 
 
 class _Job:
@@ -357,11 +416,11 @@ class _Job:
     def __init__(self, llm: LLM, args: argparse.Namespace, lines: Iterator, results: prompt_files.Results, bar):
         self.llm, self.lines, self.results, self.bar = llm, lines, results, bar
         llm.batcher = llm.new_batcher(chunk=None)  # nobody reads along: long pieces of prompts cost less in all
-        self.raw, self.system, self.quiet = args.raw, args.system, args.quiet
-        self.options = {k: v for k, v in _options(args).items() if v is not None and v != []}
-        llm.answer([0], **self.options)  # a flag that no line could do with is refused now
+        self.args, self.quiet = args, args.quiet
+        llm.answer([0], **_options(args))  # a flag that no line could do with is refused now
         # An answer is known by what it was asked of: the model, and how it runs.
         self.model = f"{llm.name} {llm.weights} {sorted(llm.defaults.items())} {llm.fingerprint}"
+        self.model += " deterministic" if args.deterministic else ""
         self.read: queue.Queue = queue.Queue(AHEAD)
         self.waiting: list[tuple[float, int, prompt_files.Line]] = []  # a heap of those read, by arrival
         self.ended: deque[tuple] = deque()  # answers to be written
@@ -400,13 +459,7 @@ class _Job:
             self.read.put(error)
 
     def _take(self, line: prompt_files.Line) -> None:
-        if line.error is None:  # what is asked of all is asked of this one, and part of what its answer is known by
-            own = {"raw": self.raw, "system": None if line.options.get("raw") else self.system}
-            own = {k: v for k, v in own.items() if v} if isinstance(line.prompt, str) else {}
-            shared = self.options
-            if not set(FORM).isdisjoint(line.options):  # a line's own form is in place of the one that is asked of all
-                shared = {k: v for k, v in shared.items() if k not in FORM}
-            line = line._replace(options={**shared, **own, "model": self.model, **line.options})
+        line = _completed(line, self.args, self.model)
         if self.results.done(line):
             self.done += 1
             self.broken += line.error is not None
@@ -427,7 +480,7 @@ class _Job:
                 ids = line.prompt
             answer = self.llm.answer(ids, **options)
             n = answer.request.n
-            times = [traffic.Timeline(line.at, array("d")) for _ in range(n)]
+            times = [traffic.Timeline(line.at, array("d")) for _ in range(n)]  # type: ignore[arg-type]
             answer.request.on_event = partial(self._hear, line, answer, times, set(range(n)))
             answer.begin()
         except ValueError as error:
@@ -466,34 +519,122 @@ class _Job:
                 self.bar.write(f"error: {error}", file=sys.stderr)
 
     def about(self) -> str:
-        """The summary, for people."""
-        s, wall = self.llm.batcher.stats, time.perf_counter() - self.begin
-        hits = f", {s.cached / s.prompt:.0%} of them cached" if s.prompt else ""
-        before = f"; {self.done} were answered before" if self.done else ""
-        parts = [f"{s.prompt:,} prompt tokens{hits}", f"{s.preempted:,} preemptions", *_drafting(self.llm),
-                 f"{self.broken} errors{before}"]
-        return traffic.describe(traffic.summary(self.times, wall)) + "\n" + "; ".join(parts)
+        return _summary(self.times, time.perf_counter() - self.begin, self.llm.batcher.stats, _drafting(self.llm),
+                        self.broken, self.done)
 
 
-def _many(args: argparse.Namespace) -> int:
+class _Sender:
+    """Results, for a replica: what it has answered goes to the process that writes."""
+
+    def __init__(self, send):
+        self.write = partial(send, done=True)
+
+    def done(self, line: prompt_files.Line) -> bool:
+        return False
+
+
+def _replica(number: int, lines: Iterator, send, args: argparse.Namespace) -> None:
+    """One of --replicas: answers the lines that it is sent. On GPUs each has one of its own, as far as they go."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(args.threads or max(1, torch.get_num_threads() // args.replicas))
+    if args.device in ("auto", "cuda") and torch.cuda.is_available():
+        args.device = f"cuda:{number % torch.cuda.device_count()}"
+        torch.cuda.set_device(args.device)
+    args.quiet = True
+    llm = _load(args)
+    job = _Job(llm, args, lines, _Sender(send), SimpleNamespace(update=lambda: None))  # type: ignore[arg-type]
+    send((llm.about, job.model))
+    job.run()
+    send((job.times, llm.batcher.stats))
+
+
+class _Routed:
+    """A file of prompts to several replicas, and what they answer to one file."""
+
+    _finish: Callable = _Job._finish
+
+    def __init__(self, args: argparse.Namespace, results: prompt_files.Results, model: str, bar):
+        self.args, self.results, self.model, self.bar, self.quiet = args, results, model, bar, args.quiet
+        self.done = self.broken = 0
+        self.times: list[traffic.Timeline] = []
+        self.stats, self.begin = batching.Stats(), time.perf_counter()
+
+    def run(self, pool: replicas.Replicas, lines: Iterator) -> None:
+        for _, value in pool.run(self._asked(lines)):
+            if isinstance(value, dict):  # a record; the errors of its samples name no line
+                errors = [f"line {value['line']}: {s['error']}" for s in value.get("samples", ()) if "error" in s]
+                self._finish(value, value.get("error") or next(iter(errors), None))
+            else:
+                times, stats = value
+                self.times += times
+                for name in ("prompt", "cached", "preempted"):
+                    setattr(self.stats, name, getattr(self.stats, name) + getattr(stats, name))
+
+    def _asked(self, lines: Iterator) -> Iterator[tuple]:
+        """Pairs of what to route by, and a line, of those that have no answer yet."""
+        for line in lines:
+            line = _completed(line, self.args, self.model)
+            if self.results.done(line):
+                self.done += 1
+                self.broken += line.error is not None
+            elif line.error is not None:
+                self._finish(prompt_files.head(line), line.error)
+            else:
+                messages = isinstance(line.prompt, list) and isinstance(line.prompt[0], dict)
+                yield json.dumps(line.prompt) if messages else line.prompt, line
+
+    def about(self) -> str:
+        return _summary(self.times, time.perf_counter() - self.begin, self.stats, [], self.broken, self.done)
+
+
+def _many(args: argparse.Namespace, group: parallel.Group | None = None) -> int:
     from tqdm import tqdm
 
     if args.out in (None, "-") and sys.stdout is None:
         raise ValueError("standard output is closed; name a file for the answers with --out")
     lines = prompt_files.read_prompts(args.prompts)
-    with prompt_files.Results(args.out, args.resume) as results:
-        llm = _load(args)
+    bar = partial(tqdm, unit=" prompts", file=sys.stderr, disable=args.quiet or sys.stderr is None or None)
+    with ExitStack() as stack:
+        results = stack.enter_context(prompt_files.Results(args.out, args.resume))
+        if args.replicas > 1:
+            router = replicas.Router(args.replicas)
+            pool = stack.enter_context(replicas.Replicas(args.replicas, _replica, [args], router, 2 * args.max_batch))
+            about, model = pool.first()[0]
+            about = f"{args.replicas} replicas, each {about}"
+            job = _Routed(args, results, model, stack.enter_context(bar()))
+            run = partial(job.run, pool, lines)
+        else:
+            llm = _load(args, group)
+            about, job = llm.about, _Job(llm, args, lines, results, stack.enter_context(bar()))
+            run = job.run
         if not args.quiet:
-            _say(llm.about)
-        with tqdm(unit=" prompts", file=sys.stderr, disable=args.quiet or sys.stderr is None or None) as bar:
-            job = _Job(llm, args, lines, results, bar)
-            try:
-                job.run()
-            finally:
-                bar.close()
-                if not args.quiet:
-                    _say(job.about())
+            _say(about)
+        try:
+            run()
+        finally:
+            job.bar.close()
+            if not args.quiet:
+                _say(job.about())
     return 1 if job.broken else 0
+
+
+def _follow(args: argparse.Namespace, group: parallel.Group) -> int:
+    """What a rank does that is not rank 0: it reads nothing, says nothing and ends with rank 0."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes to all ranks, and rank 0 knows what it means
+    warnings.simplefilter("ignore")
+    _load(args, group).follow()
+    return 0
+
+
+def _cores() -> int:
+    """Physical cores that this process may use. A second thread on a core shares its multipliers, and a product is done
+    when its slowest thread is."""
+    try:
+        return len({Path(f"/sys/devices/system/cpu/cpu{i}/topology/thread_siblings_list").read_text()
+                    for i in os.sched_getaffinity(0)})
+    except (AttributeError, OSError):  # not Linux: torch's own number
+        return torch.get_num_threads()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -507,32 +648,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     warnings.showwarning = lambda message, *_, **__: _say(f"note: {message}")
     for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a character gets a question mark
+        with suppress(AttributeError):  # a terminal that cannot show a character gets a question mark
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    group = None
     try:
-        if args.threads:
-            torch.set_num_threads(args.threads)
+        torch.set_num_threads(args.threads or min(torch.get_num_threads(), _cores()))
+        if parallel.launched():
+            group = parallel.join()
+            if group.rank:
+                return _follow(args, group)
         prompt = args.prompt
         if args.prompts is not None:
-            return _many(args)
+            return _many(args, group)
         if sys.stdout is None or (prompt is None and sys.stdin is None):
             raise ValueError("standard output, or standard input without a prompt, is closed")
         if prompt is None and not sys.stdin.isatty():
             prompt = sys.stdin.read() if args.raw else sys.stdin.read().strip("\n")
         if prompt is not None and not prompt.strip() and not args.raw:
             raise ValueError("the prompt is empty")
-        llm = _load(args)
+        llm = _load(args, group)
         return _chat(llm, args) if prompt is None else _one(llm, prompt, args)
     except KeyboardInterrupt:
         return 130
+    except parallel.RankLost as lost:
+        group.tell(f"error: {lost}")
+        return 2
     except BrokenPipeError:  # the reader went away (| head): not our error, and nobody is left to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
         if args.debug:
             raise
-        _say("error: " + (" ".join(str(error).split()) or type(error).__name__))
+        message = "error: " + (" ".join(str(error).split()) or type(error).__name__)
+        if group is not None:
+            group.tell(message)
+        elif not parallel.launched() or os.environ["RANK"] == "0":
+            _say(message)
         return 2
+    finally:
+        if group is not None:
+            group.close()
 
 
 if __name__ == "__main__":

@@ -298,7 +298,7 @@ def read_header(data) -> tuple[int, int, dict, dict, int]:
 
 def check_layout(infos: dict, data_start: int, alignment: int, size: int) -> None:
     """ValueError unless every tensor is aligned, lies within the `size` bytes of the file, and overlaps no other."""
-    previous, end = None, data_start
+    previous, end = None, data_start  # type: TensorInfo, int
     for info in sorted(infos.values(), key=lambda info: info.offset):
         what = f"tensor {_show(info.name)}"
         if info.offset % alignment:
@@ -697,15 +697,19 @@ def _demo():
     version, alignment, metadata, infos, start = read_header(data)
     check_layout(infos, start, alignment, len(data))
     (tensor,) = infos.values()
-    print(f"{len(data)} bytes: version {version}, {len(metadata)} keys, tensor data from byte {start} on")
-    print(*metadata.items(), tensor, sep="\n")
+    print(f"A file of {len(data)} bytes: version {version}, {len(metadata)} keys, tensor data from byte {start} on.")
+    print("\n".join(f"  {key} = {value}" for key, value in metadata.items()))
+    print(f"  {tensor.name}: {tensor.type_name}, {tensor.shape}, {tensor.nbytes} bytes at {tensor.offset}")
+    print("\nIts two rows, a block each, from bytes to weights:")
     raw = torch.frombuffer(bytearray(data[tensor.offset:tensor.offset + tensor.nbytes]), dtype=torch.uint8).view(2, 20)
     for block, weights in zip(raw, dequantize(raw, "Q4_1", tensor.shape)):
         codes, d, m = CODES[3][2](block.view(1, 20))
-        print(f"\nblock  {bytes(block.tolist()).hex(' ')}\nd, m   {d.item()}, {m.item()}\ncodes ", *codes[0].tolist())
-        print("d*c+m ", *(f"{w:g}" for w in weights.tolist()))
+        print(f"\n  block  {bytes(block.tolist()).hex(' ')}\n  d, m   {d.item()}, {m.item()}")
+        print("  codes ", *codes[0].tolist())
+        print("  d*c+m ", *(f"{w:g}" for w in weights.tolist()))
     rows = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
-    print("\nq rows of a head of 8 in the file:", rows.tolist(), " in a checkpoint:", unpermute(rows, 1).tolist())
+    print("\nThe rows of a head of 8 of q as the file has them:", *rows.tolist(), "- and as a checkpoint has them:",
+          *unpermute(rows, 1).tolist())
 
 
 if __name__ == "__main__":

@@ -252,7 +252,7 @@ def demo() -> None:
                 break
         return [tokens[i] for i in ids]
 
-    print("a matcher by hand: numbers, of the tokens", *tokens)
+    print("A matcher by hand, of numbers; the tokens are", *tokens)
     for ids in ([], [4], [4, 2], [4, 2, 1]):
         can = " ".join(t for t, ok in zip(tokens, number(ids).tolist()) if ok)
         print(f"  behind {''.join(tokens[i] for i in ids) or 'nothing'!r:8} {can}")
@@ -264,15 +264,16 @@ def demo() -> None:
     try:
         vocabulary = Vocabulary(toy)
     except ValueError as error:
-        print(f"and by a library: {error}")
+        print(f"\nOne by a library: {error}")
         return
     schema = {"type": "object", "properties": {"name": {"enum": ["Ann", "A", "Annn"]}}, "required": ["name"],
               "additionalProperties": False, "x-guidance": {"whitespace_pattern": " ?"}}
-    for title, grammar in ((json.dumps({"name": "Ann"}) + " by a schema", vocabulary.json_schema(schema)),
+    print("\nBy a library; the tokens are", *words)
+    for title, grammar in (("JSON like " + json.dumps({"name": "Ann"}), vocabulary.json_schema(schema)),
                            ("the regex (Ann ){2,3}7+", vocabulary.regex("(Ann ){2,3}7+"))):
-        print(f"{title}, of the tokens", *words)
+        print(f"  {title}:")
         for seed in range(3):
-            print("  ", "|".join(answer(grammar.start(), words, len(words) - 1, seed)))
+            print("   ", "|".join(answer(grammar.start(), words, len(words) - 1, seed)))
 
 
 if __name__ == "__main__":

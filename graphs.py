@@ -267,7 +267,8 @@ def _demo() -> None:
         return fn
 
     run = Graphs(model, cache, max_batch=6, capture=None if device.type == "cuda" else stand_in)
-    print(f"on {device}; buckets {run.sizes}; tables of {run.width} blocks; padding writes to slot {64 * size}")
+    print(f"Decode steps of 1 to 8 sequences on {device}, each in the smallest graph that holds it (sizes {run.sizes}, "
+          f"tables of {run.width} blocks);\npadding writes to slot {64 * size}, behind the pool:\n")
     print("sequences  runs in  padding  graphs captured  largest difference from eager")
     for t, B in enumerate((1, 3, 2, 4, 6, 5, 8, 3)):
         step, eager = decode(B, t), run.eager
@@ -275,7 +276,7 @@ def _demo() -> None:
         bucket = next((b for b in run.sizes if b >= B), 0) if run.eager == eager else 0
         print(f"{B:9}  {bucket or 'eager':>7}  {max(bucket - B, 0):7}  {sorted(run.graphs)!s:15}  "
               f"{(graph - plain).abs().max():.1e}")
-    print(f"{run.replayed} steps replayed, {run.eager} eager")
+    print(f"\n{run.replayed} steps were replayed, {run.eager} ran eagerly.")
     if device.type == "cuda":
         for name, f in (("eager", lambda s: model(s.tokens, s.positions, s.attend, s.rows)), ("replay", run)):
             step, took = decode(4, 20), []

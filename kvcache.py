@@ -38,9 +38,10 @@ a group is complete only every so many tokens: the newest stay in 16 bits, and w
 on when it is asked for. At 8 bits one scale for each token and head is enough, and keeps every token for itself.
 
 The cache owns the K/V tensors, lengths, block tables and counts; everybody else asks by sequence id. Each layer has
-one K and one V tensor of its own (one tensor for all layers would make a compiled step copy the pool), never zeroed:
-whatever a slot held before is not read. On the CPU a tensor is laid out head by head, so that attention reads a
-head's keys in one run; its logical shape is (n_blocks, block_size, G, D) all the same. One block behind the pool takes
+one K and one V tensor, never zeroed: whatever a slot held before is not read. On the CPU a tensor is laid out head by
+head, so that attention reads a head's keys in one run; its logical shape is (n_blocks, block_size, G, D) all the same.
+Unquantized ones are parts of one tensor there, `pool` (L, 2, G, n_blocks + 1, block_size, D): a compiled step takes it
+as one argument, and reads only, since writing into it would make that step copy it. One block behind the others takes
 the writes of padded slots, so that a step of fixed size (a CUDA graph) harms nobody.
 
 Left out: blocks behind a sliding window are not given back; nothing is swapped by itself (see `export`, `import_`).
@@ -51,6 +52,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -162,6 +164,7 @@ class _Sequence:
     published: int = 0  # the first so many blocks are published
     step: Step | None = None  # the open step, if any
     new: tuple[int, ...] = ()  # its ids
+    shared: int = sys.maxsize  # blocks behind so many tokens are neither found nor published
 
 
 def _key(parent: bytes, tokens: Sequence[int]) -> bytes:
@@ -187,7 +190,7 @@ def _whole_numbers(seq: Hashable, ids: Sequence[int]) -> tuple[int, ...]:
 
 
 def _stored_as(dtype: torch.dtype | str) -> torch.dtype:
-    dtype = CODES.get(dtype, dtype)
+    dtype = CODES.get(dtype, dtype)  # type: ignore[arg-type]  # a dtype is no key of it
     if dtype not in FLOATS and dtype not in LARGEST:
         raise ValueError(f"dtype of the KV cache is {dtype!r}, but must be torch.float64, float32, float16, bfloat16, "
                          "or int8 or fp8")
@@ -264,8 +267,12 @@ class PagedKVCache:
                 return [torch.empty(G, blocks, block_size, *each, dtype=dtype).movedim(0, 2) for _ in range(n_layer)]
             return [torch.empty(blocks, block_size, G, *each, dtype=dtype, device=device) for _ in range(n_layer)]
 
-        self.k, self.v = pools(D, dtype=dtype), pools(D, dtype=dtype)
-        quantized = dtype in LARGEST
+        quantized, self.pool = dtype in LARGEST, None
+        if self.device.type == "cpu" and not quantized:
+            self.pool = torch.empty(n_layer, 2, G, blocks, block_size, D, dtype=dtype)
+            self.k, self.v = ([layer[i].movedim(0, 2) for layer in self.pool] for i in (0, 1))
+        else:
+            self.k, self.v = pools(D, dtype=dtype), pools(D, dtype=dtype)
         self.k_scale, self.v_scale = (pools(dtype=torch.float32) if quantized else None for _ in range(2))
         self._sequences: dict[Hashable, _Sequence] = {}
         self._references = [0] * n_blocks  # how many block tables hold each block
@@ -300,19 +307,19 @@ class PagedKVCache:
 
     # ---- a sequence's life
 
-    def add(self, seq: Hashable, tokens: Sequence[int] = (), salt: str = "") -> int:
+    def add(self, seq: Hashable, tokens: Sequence[int] = (), salt: str = "", shared: int = sys.maxsize) -> int:
         """Begin a sequence with as much of these tokens as is cached -> how many that is.
 
         The longest cached prefix in whole blocks, at most len(tokens) - 1, so that a token is left to compute. `salt`
-        keeps apart what must not be shared: only sequences of equal salt find each other's blocks. ValueError if the
-        id is taken.
+        keeps apart what must not be shared: only sequences of equal salt find each other's blocks. Of the first
+        `shared` tokens only are blocks found, here, and published, later on. ValueError if the id is taken.
         """
         if seq in self._sequences:
             raise ValueError(f"sequence {seq!r} is already in the KV cache; free it first or use another id")
         if not isinstance(salt, str):
             raise ValueError(f"the salt of sequence {seq!r} is {salt!r}, but must be a string")
-        ids, s, key = _whole_numbers(seq, tokens), _Sequence(salt), _root(salt)
-        for end in range(self.block_size, len(ids), self.block_size):  # not to len(ids): see above
+        ids, s, key = _whole_numbers(seq, tokens), _Sequence(salt, shared=shared), _root(salt)
+        for end in range(self.block_size, min(len(ids), shared + 1), self.block_size):  # not to len(ids): see above
             block = ids[end - self.block_size: end]
             key = _key(key, block)
             found = self._find(key, s, block)
@@ -334,7 +341,7 @@ class PagedKVCache:
             raise ValueError(f"sequence {child!r} is already in the KV cache; free it first or use another id")
         for block in s.blocks:
             self._hold(block)
-        self._sequences[child] = _Sequence(s.salt, list(s.tokens), list(s.blocks), s.published)
+        self._sequences[child] = _Sequence(s.salt, list(s.tokens), list(s.blocks), s.published, shared=s.shared)
 
     def extend(self, plan: Mapping[Hashable, Sequence[int]], rows: Sequence[int] | None = None) -> Step:
         """Reserve slots for plan[seq] new ids of each sequence and describe the step that computes them.
@@ -386,7 +393,7 @@ class PagedKVCache:
             raise
         for seq, ids in plan.items():
             s = self._sequences[seq]
-            tail, s.blocks, s.step, s.new = self._tail(s), tables[seq], step, ids
+            tail, s.blocks, s.step, s.new = self._tail(s), tables[seq], step, ids  # type: ignore[assignment]
             if seq in copiers:
                 self._release(tail)
             elif tail in self._published:  # to be overwritten, and nobody else holds it
@@ -465,20 +472,23 @@ class PagedKVCache:
         return {"tokens": torch.tensor(s.tokens, dtype=torch.int64),
                 **{name: torch.stack([pool[at] for pool in getattr(self, name)]) for name in names}}
 
-    def import_(self, seq: Hashable, data: Mapping[str, torch.Tensor], salt: str = "") -> None:
+    def import_(self, seq: Hashable, data: Mapping[str, torch.Tensor], salt: str = "",
+                shared: int = sys.maxsize) -> None:
         """Begin seq with what `export` gave, from a cache of any block size, dtype or device.
 
-        Codes of the same type are taken bit for bit, everything else is converted. All or nothing: ValueError if
-        the id is taken or the tensors do not fit this cache or each other, OutOfBlocks if there is no room.
+        Codes of the same type are taken bit for bit, everything else is converted; salt and shared are `add`'s. All or
+        nothing: ValueError if the id is taken or the tensors do not fit this cache or each other, OutOfBlocks if there
+        is no room.
         """
         L, (_, _, G, D) = len(self.k), self.k[0].shape
         names, tokens = _handed_over(seq, data, L, G, D)
         quantized, counted = "k_scale" in names, (self.stats.asked, self.stats.found)
         try:
-            cached = self.add(seq, tokens, salt)
+            cached = self.add(seq, tokens[:shared + 1], salt)
         finally:  # what is handed over is not asked of the prefix cache
             self.stats.asked, self.stats.found = counted
         try:
+            self._sequences[seq].shared = shared
             if not tokens:
                 return
             step = self.extend({seq: tokens[cached:]})
@@ -600,7 +610,7 @@ class PagedKVCache:
         published block holds the published ones before it, and a block never becomes evictable before those behind it:
         the order in which blocks are given back is enough to evict chains from the tail.
         """
-        while (s.published + 1) * self.block_size <= len(s.tokens):
+        while (s.published + 1) * self.block_size <= min(len(s.tokens), s.shared):
             i = s.published
             tokens = tuple(s.tokens[i * self.block_size: (i + 1) * self.block_size])
             parent = s.blocks[i - 1] if i else None
@@ -733,7 +743,7 @@ if __name__ == "__main__":
     # 64 chats of one server: log-normal around 300 tokens, most between 100 and 900, none above the context of 4096.
     lengths = torch.randn(64).mul(0.75).add(5.7).exp().round().clamp(8, 4096).long().tolist()
     used = sum(lengths)
-    print(f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)} tokens, {used} in all")
+    print(f"What is reserved in vain for {len(lengths)} sequences of {min(lengths)} to {max(lengths):,} tokens:")
     print(f"  reserved in one piece of 4096 each:  {1 - used / (4096 * len(lengths)):6.1%} of the slots hold nothing")
     for size in (1, 2, 4, 8, 16, 32, 64, 128, 256):
         slots = sum(-(-n // size) * size for n in lengths)
@@ -748,7 +758,7 @@ if __name__ == "__main__":
                 held = s.tokens[i * 4: i * 4 + 4]
                 owners, _ = cells.get(block, ("", None))
                 cells[block] = owners + name, " ".join(map(str, held)) + " ." * (4 - len(held))
-        print(f"\n{title}")
+        print(f"\n{title}:")
         for block in range(cache.n_blocks):
             name, text = cells.get(block, ("", "free"))
             if block in cache._evictable:
@@ -765,29 +775,30 @@ if __name__ == "__main__":
 
     cache.add("A")
     run({"A": [10, 11, 12, 13, 14, 15]})
-    picture("a prompt of 6 tokens in blocks of 4")
+    picture("A prompt of 6 tokens in blocks of 4")
     cache.fork("A", "B")
-    picture("forked: A and B hold the same blocks")
+    picture("Forked, so A and B hold the same blocks")
     run({"A": [20], "B": [30]})
-    picture("each with a token of its own: the first to write took a copy of the block that was not full")
+    picture("Each with a token of its own; the first to write took a copy of the block that was not full")
     run({"A": [21, 22], "B": [31]})
     cache.free("A")
-    picture("A is gone: its full block stays until the room is needed")
+    picture("A is gone; its full block stays until the room is needed")
     found = cache.add("C", [10, 11, 12, 13, 14, 15, 20, 21, 99])
-    picture(f"C begins like A did: {found} of its 9 tokens need not be computed")
+    picture(f"C begins like A did; {found} of its 9 tokens need not be computed")
     try:
         cache.extend({"B": list(range(40))})
     except OutOfBlocks as error:
-        print(f"\ntoo much: {error}")
+        print(f"\nToo much: {error}.")
     for name in "BC":
         cache.free(name)
     cache.check()
-    print(f"after free: {cache.n_free} of {cache.n_blocks} blocks can be taken; {cache.stats}")
+    print(f"All freed: {cache.n_free} of {cache.n_blocks} blocks can be taken. Of {cache.stats.asked} tokens that were "
+          f"asked for {cache.stats.found} were found, and {cache.stats.copied} block was copied on write.")
 
     class SmolLM2:  # 135M
         n_layer, n_kv_head, head_dim = 30, 3, 64
 
-    print("\nbytes of one token, and the largest error of 1000 random heads, as a share of the head's greatest number")
+    print("\nBytes of one token, and the largest error of 1,000 random heads, as a share of a head's greatest number:")
     x = torch.randn(1000, 64)
     for name in ("bfloat16", "int8", "fp8"):
         codes, scales = quantize(x, CODES[name]) if name in CODES else (x.bfloat16(), torch.ones(1000))

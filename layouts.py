@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -107,7 +107,7 @@ def _period(bits: int) -> tuple[int, int]:  # (codes, words) after which a code 
     return 32 // math.gcd(bits, 32), bits // math.gcd(bits, 32)
 
 
-def _range(t: Tensor) -> tuple[int, int]:
+def _range(t: Tensor) -> tuple[int, ...]:
     return tuple(int(end) for end in t.aminmax()) if t.numel() else (0, 0)
 
 
@@ -243,7 +243,7 @@ def _group_size(value) -> int:
     return value
 
 
-def _name_list(settings: Mapping, key: str) -> list[str]:
+def _name_list(settings: Mapping, key: str) -> Sequence[str]:
     names = settings.get(key) or []
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"quantization_config: {key} is {_quote(names)}, but must be a list of names")
@@ -262,7 +262,7 @@ def _matrix(name: str, t: Tensor, dtypes: tuple, shape: tuple | None = None) -> 
     if t.dtype not in dtypes or (tuple(t.shape) != shape if shape else t.dim() != 2 or 0 in t.shape):
         wanted = f"{' or '.join(map(str, dtypes))} of shape {shape or '(rows, columns)'}"
         raise ValueError(f"{name:.100} is {t.dtype} of shape {tuple(t.shape)}, but must be {wanted}")
-    return tuple(t.shape)
+    return tuple(t.shape)  # type: ignore[return-value]  # of two dimensions, as was checked
 
 
 def _finite(name: str, scales: Tensor) -> Tensor:
@@ -661,18 +661,18 @@ def demo() -> None:
     def show(words):
         return " ".join(f"{word & 0xFFFFFFFF:08x}" for word in words.flatten().tolist())
 
-    print("codes 0 to 7 as 32-bit words (the lowest bits are the last digit):")
+    print("Codes 0 to 7 as 32-bit words, whose lowest bits are the last digit:")
     weight = _packed(row.repeat(8, 1), torch.ones(8, 1), torch.full((8, 1), 8), None, 4)
     print(f"  compressed-tensors  {show(write('compressed-tensors', 'x', weight)['x.weight_packed'][0])}   of a row")
     print(f"  gptq                {show(write('gptq', 'x', weight)['x.qweight'][:, 0])}   of a row")
     weight["codes"] = weight["codes"].t().contiguous()
     print(f"  awq                 {show(write('awq', 'x', weight)['x.qweight'][0])}   of a column")
     print(f"  3 bits, four times  {show(pack(row.repeat(4), 3, 0))}")
-    print("eight zero points of 8:")
+    print("\nEight zero points of 8:")
     for layout, part in (("compressed-tensors", "weight_zero_point"), ("gptq", "qzeros"), ("awq", "qzeros")):
         print(f"  {layout:<19} {show(write(layout, 'x', weight)['x.' + part])}")
 
-    print("one random weight, 64 x 256, symmetric in groups of 64, written and read again:")
+    print("\nOne random weight, 64 x 256, symmetric in groups of 64, written and read again:")
     w = torch.randn(64, 4, 64, generator=torch.Generator().manual_seed(0))
     scales = w.abs().amax(-1).div(7.5).half()
     codes = (w / scales[..., None].float()).round().clamp(-8, 7).to(torch.int8).flatten(1)
@@ -680,7 +680,7 @@ def demo() -> None:
     for layout in OPENERS:
         stored = write(layout, "x", weight)
         back = read({"quantization_config": quantization_config(layout, 4, 64)}, stored)["x.weight"]
-        same = torch.equal(dequantize(back), dequantize(weight))
+        same = torch.equal(dequantize(back), dequantize(weight))  # type: ignore[arg-type]
         print(f"  {layout:<19} {sum(t.nbytes for t in stored.values())} bytes, {'the same' if same else 'ANOTHER'} "
               f"matrix: {', '.join(f'{key[2:]} {tuple(t.shape)}' for key, t in stored.items())}")
 

@@ -9,23 +9,26 @@ gguf.py brings weights, layouts.py reads those that others have quantized, packe
 vocab.py reads vocabularies, tokenizer.py makes ids of text and chat.py of a conversation, model.py computes, kvcache.py
 remembers, sampling.py chooses, batching.py lets many requests share each pass, speculative.py makes several tokens of
 one, grammar.py keeps an answer to a form, graphs.py replays passes on a GPU. There is one loop, the batcher's: one
-prompt, a list and n answers to each go through it. `generate.py` is the command line on top.
+prompt, a list and n answers to each go through it; only beams.py, where nothing is drawn, has its own, over the same
+cache. `generate.py` is the command line on top.
 """
 from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
-from typing import NamedTuple
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 
 import attention
 import batching
 import checkpoint
+import compiled
 import flash
 import gguf
 import grammar
@@ -33,10 +36,12 @@ import graphs as cuda_graphs
 import kvcache
 import layouts
 import packed
+import parallel
 import sampling
 import speculative
 import vocab
-from batching import Batcher, Request
+from batching import Batcher, Request, Sample
+from beams import Hypothesis, beam_search, most_blocks
 from chat import ChatTemplate
 from kvcache import PagedKVCache
 from model import Config, Llama
@@ -45,6 +50,7 @@ from tokenizer import Tokenizer
 
 CHUNK = 512  # most tokens of one pass
 BESIDE = 12  # on a CPU, most prompt tokens of a pass in which somebody is answered: he waits two to three times as long
+CUT = 256  # tokens of a chunk if deterministic: prefixes are found in multiples of it
 CATCH_UP = 64  # tokens of a pass of the draft model over a text that it has not seen
 KV_GIB = 2.0  # the KV cache takes at most so much by default; the context shrinks to what fits
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -52,14 +58,17 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "pre
             "logit_bias")
 REQUEST = ("max_tokens", "min_tokens", "stop", "ignore_eos", "seed", "n", "logprobs", "priority", "salt")
 FORM = ("json_schema", "regex")
+BEAMS = ("beams", "length_penalty", "early_stopping")
+DRAWING = ("temperature", "top_k", "top_p", "min_p")  # recommended for drawing: a search has them only if asked for
 
 # ------------------------------------------------------------------ loading
 
 
 def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", context: int | None = None,
          repack: str | None = None, quantize: str | None = None, kv_dtype: str = "auto", kv_memory: float = KV_GIB,
-         max_batch: int = 16, token_budget: int = CHUNK, graphs: bool = True, draft: str | None = None,
-         k: int | str = "auto") -> LLM:
+         max_batch: int = 16, token_budget: int = CHUNK, graphs: bool = True, compile: int = 0,
+         draft: str | None = None, k: int | str = "auto", deterministic: bool = False,
+         group: parallel.Group | None = None) -> LLM:
     """A model ready to answer.
 
     path     a .gguf file, a Hugging Face folder (also one quantized by compressed-tensors, GPTQ or AWQ), a .safetensors
@@ -74,11 +83,18 @@ def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", 
     kv_memory   GiB that the KV cache may take, at most; what nobody uses keeps earlier prompts
     max_batch, token_budget    most samples and most tokens of one pass of the model
     graphs   on CUDA, replay captured graphs for steps in which every sample gets one token
+    compile  on a CPU, decode steps of up to so many samples run as one compiled function: 1.5 to 2 times as fast, once
+             it has been compiled (a minute at first, needs a C++ compiler) and kept in the cache folder
     draft, k  speculative decoding: drafts by `ngram` (what followed the same words before) or by a smaller model (a
              path) of the same vocabulary; so many of them, auto: as many as pay. The answers stay what they were
     repack   int8 or int4: quantized weights without a kernel (Q6_K, fp8, ...) are rounded once more to run packed too
     quantize    int8 or int4: floating-point weights of linear layers are rounded to that as they are loaded, to the
              nearest in groups of 32; embeddings and an untied head stay. `generate.py quantize` chooses better codes
+    deterministic   on a CPU, an answer's logits have the same bits whoever else is answered, whatever is cached and
+             however often it is preempted; slower with several at once. For packed weights and bfloat16: in float32
+             torch sums in another order for another number of rows, and load refuses a max_batch above 1
+    group    parallel.join() where torchrun has started several of us: this rank's share of the model. Rank 0's answers,
+             and all others `follow`. kv_memory is then each rank's, and each takes the GPU of its LOCAL_RANK
     """
     if k != "auto" and not (type(k) is int and 1 <= k <= 64):
         raise ValueError(f"k is {k!r}, but must be 'auto' or a number of drafts from 1 to 64")
@@ -87,7 +103,9 @@ def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", 
     if kv_dtype not in ("auto", "int8", "fp8"):
         raise ValueError(f"kv_dtype {kv_dtype!r} is unknown; known are auto, int8, fp8")
     asked, path = path, checkpoint.resolve(path)
-    device = _device(device)
+    device = _device(device, group)
+    if group is not None and device.type == "cuda":
+        torch.cuda.set_device(device)  # kernels, and NCCL, take the current one
     if dtype not in ("auto", *DTYPES):
         raise ValueError(f"dtype {dtype!r} is unknown; known are auto, {', '.join(DTYPES)}")
     keep = dtype == "auto"
@@ -95,12 +113,27 @@ def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", 
         raise ValueError(f"repack {repack!r} must be int8 or int4, and goes with dtype auto only, not {dtype}")
     if quantize not in (None, "int8", "int4") or (quantize and not keep):
         raise ValueError(f"quantize {quantize!r} must be int8 or int4, and goes with dtype auto only, not {dtype}")
+    if compile and (device.type != "cpu" or group is not None or kv_dtype != "auto"):
+        raise ValueError("compiled decode steps are for one process on a CPU with a KV cache in floating point; leave "
+                         "out --compile, or --device, torchrun and --kv-dtype")
+    for given, why in ((draft, "drafts change how many rows a step has; leave out --draft"),
+                       (compile, "a compiled step may sum in another order than others; leave out --compile"),
+                       (group, "several ranks sum in an order that depends on how many they are; leave out torchrun"),
+                       (device.type != "cpu", "kernels of a GPU split their sums by how many rows and sequences there "
+                        "are; take --device cpu")):
+        if deterministic and given:
+            raise ValueError(f"--deterministic cannot be kept: {why}")
     dtype = DTYPES[dtype] if not keep else torch.bfloat16 if _native_bfloat16(device) else torch.float32
     source = read(path, dtype, keep)
     config = Config.from_dict(source.config)
-    weights = Weights(source.tensors, keep, int(repack[3:]) if repack else None, dtype, device,
+    mine, tensors = config, source.tensors
+    if group is not None:
+        flags = [str(dtype), keep, kv_dtype, kv_memory, context, max_batch, graphs, repack, quantize, device.type]
+        mine, tensors = _share(source, config, group, flags)
+    weights = Weights(tensors, keep, int(repack[3:]) if repack else None, dtype, device,
                       int(quantize[3:]) if quantize else None)
-    model = Llama.from_tensors(config, weights, dtype, device, packed).fuse_()
+    model = Llama.from_tensors(mine, weights, dtype, device, packed)
+    model = (model if group is None else parallel.parallelize_(model, config, group)).fuse_(pack=not compile)
     ends = source.generation.get("eos_token_id")
     ends = source.config.get("eos_token_id") if ends is None else ends
     ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
@@ -108,20 +141,35 @@ def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", 
         raise ValueError(f"{path}: eos_token_id is {ends}, but must be token ids")
     name = asked if asked and not os.path.exists(asked) else os.path.basename(os.path.abspath(path))
     kv = dtype if kv_dtype == "auto" else kv_dtype
-    blocks = kvcache.blocks_that_fit(config, kv, int(kv_memory * 2**30))
+    blocks = kvcache.blocks_that_fit(mine, kv, int(kv_memory * 2**30))
     context = _context(context, config, blocks * 16, kv_memory)
     kernel = flash.paged_attention if device.type == "cuda" and flash.triton else attention.paged_attention
-    cache = PagedKVCache(config.n_layer, config.n_kv_head, config.head_dim,
+    kernel = partial(kernel, alone=True) if deterministic else kernel  # type: ignore[call-arg]
+    cache = PagedKVCache(config.n_layer, mine.n_kv_head, config.head_dim,
                          min(blocks, max(2, max_batch) * -(-context // 16)), 16, max_seq_len=context, dtype=kv,
                          device=device, window=config.sliding_window, attention=kernel)
     llm = LLM(model, source.tokenizer, name, cache, {*ends, *source.tokenizer.eos_ids},
-              _sampling_defaults(source.generation), f"{name}: {_about(source, weights, model)}")
-    if draft is not None:
+              _sampling_defaults(source.generation), f"{name}: {_about(source, weights, model, group)}")
+    if draft is not None and (group is None or group.rank == 0):
         llm.drafter = _drafter(llm, draft, dict(device=str(device), kv_memory=kv_memory, max_batch=max_batch))
         llm.k = k
-    llm.options = {"max_batch": max_batch, "token_budget": token_budget, "graphs": graphs}
+    llm.options = {"max_batch": max_batch, "token_budget": token_budget, "graphs": graphs,
+                   "deterministic": min(CUT, token_budget) if deterministic else None}
+    if compile:
+        llm.compiled = compiled.Compiled(model, cache, str(checkpoint.cache_folder() / "compiled"), compile,
+                                         lambda text: print(text, file=sys.stderr, flush=True))
+    if group is not None:
+        llm.join(group)
     llm.batcher = llm.new_batcher()
     return llm
+
+
+def _share(source: Source, config: Config, group: parallel.Group, flags: list) -> tuple[Config, parallel.Shards]:
+    """This rank's smaller config and its slices, if all ranks are about to load the same model in the same way."""
+    mine, names = parallel.shard_config(config, group.rank, group.size), sorted(source.tensors)
+    norm = source.tensors.get("model.norm.weight")
+    group.check(the_config=source.config, the_weights=[names, None if norm is None else norm.tolist()], the_flags=flags)
+    return mine, parallel.Shards(source.tensors, config, group.rank, group.size)
 
 
 def _drafter(llm: LLM, draft: str, options: dict):
@@ -185,7 +233,7 @@ class Weights(Mapping):
         self.sizes, self.packed = {}, set()  # name -> number of weights; names of those that stayed packed
         self.errors, self.bits = {}, set()  # name -> relative error of those packed anew; widths of codes that were met
 
-    def __getitem__(self, name: str) -> torch.Tensor | dict:
+    def __getitem__(self, name: str) -> torch.Tensor | Mapping:
         weight = self.tensors[name]
         if not isinstance(weight, Mapping):
             self.sizes[name] = weight.numel()
@@ -221,11 +269,12 @@ class Weights(Mapping):
         return name in self.tensors
 
 
-def _about(source: Source, weights: Weights, model: Llama) -> str:
+def _about(source: Source, weights: Weights, model: Llama, group: parallel.Group | None = None) -> str:
     """One line on what was found and how it runs."""
     stale = "lm_head.weight" if source.config.get("tie_word_embeddings") else None  # may be stored, and is not used
     sizes = {name: size for name, size in weights.sizes.items() if name != stale}
     n, size = sum(sizes.values()), source.nbytes
+    whole = n if group is None else sum(k for name, k in weights.tensors.sizes.items() if name != stale)  # type: ignore
     share, dtype = sum(sizes.get(x, 0) for x in weights.packed) / n, str(weights.dtype).removeprefix("torch.")
     runs = "packed" if share > 0.99 else f"{share:.0%} packed, the rest in {dtype}" if share else f"in {dtype}"
     if weights.repack and not weights.errors:
@@ -240,13 +289,17 @@ def _about(source: Source, weights: Weights, model: Llama) -> str:
         runs += " (there was nothing to quantize)"
     width = f", {' and '.join(map(str, sorted(weights.bits)))} bits" if source.quantized else ""
     memory = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-    return (f"{source.config['model_type']}, {n / 1e6:,.1f} M parameters in {size / 1e6:,.1f} MB, {8 * size / n:.1f} "
-            f"bits each ({', '.join(source.kinds)}{width}); runs {runs}, {memory / 1e6:,.1f} MB")
+    ranks = "" if group is None else f" on each of {group.size} ranks"
+    return (f"{source.config['model_type']}, {whole / 1e6:,.1f} M parameters in {size / 1e6:,.1f} MB, "
+            f"{8 * size / whole:.1f} bits each ({', '.join(source.kinds)}{width}); runs {runs}, {memory / 1e6:,.1f} MB"
+            f"{ranks}")
 
 
-def _device(device: str) -> torch.device:
+def _device(device: str, group: parallel.Group | None = None) -> torch.device:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and group is not None:
+        device = f"cuda:{group.local_rank}"
     try:
         if str(device).split(":")[0] not in ("cpu", "cuda"):
             raise RuntimeError("it is neither cpu nor cuda nor cuda:N")
@@ -255,6 +308,31 @@ def _device(device: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {str(device)!r} cannot be used: {str(error).splitlines()[0]}") from None
     return device
+
+
+@torch.inference_mode()
+def _alike(model: Llama, most: int) -> int:
+    """`most`, if a row's logits have the same bits in a pass of 1 row and of any number up to so many; else ValueError.
+    It is tried out: which numbers of rows torch's kernels treat alike depends on the machine and on the shapes."""
+    for block in model.model["layers"]:  # norms of single heads: few rows are another way through only with few heads
+        for norm in (block.self_attn.q_norm, block.self_attn.k_norm):
+            if norm is not None:
+                norm.twice = None
+    group, before = model.config.n_head // model.config.n_kv_head, None
+    tokens = torch.randint(model.config.vocab_size, (most,), generator=torch.Generator().manual_seed(0))
+
+    def attend(layer, q, k, v):  # as far as rows are concerned
+        return q + (k + v).repeat_interleave(group, 1)
+
+    for n in range(1, most + 1):  # the last n of them; as bytes, since NaN does not equal itself
+        bits = model(tokens[-n:], torch.arange(most - n, most), attend, torch.arange(n)).view(torch.uint8)  # (n, ..)
+        if before is not None and not torch.equal(bits[1:], before):
+            dtype = str(model.model["norm"].weight.dtype).removeprefix("torch.")
+            raise ValueError(f"--deterministic cannot be kept: {n} rows of this model, in {dtype} and on this machine, "
+                             f"have other bits than each by itself; lower --max-batch to {n - 1}, or take packed "
+                             "weights or --dtype bfloat16")
+        before = bits
+    return most
 
 
 def _context(context: int | None, config: Config, fits: int, gib: float) -> int:
@@ -298,7 +376,11 @@ class LLM:
         self.device, self.dtype = weight.device, weight.dtype
         is_packed = any(isinstance(m, packed.QuantLinear) for m in model.modules())
         self.weights = "packed" if is_packed else str(weight.dtype).removeprefix("torch.")
-        self.drafter, self.k, self.graphs = None, "auto", None
+        self.drafter, self.k, self.graphs = None, "auto", None  # type: Any, Any, Any
+        self.alike = 0  # steps of so many rows have been tried out, see deterministic
+        self.compiled: compiled.Compiled | None = None
+        self.group: parallel.Group | None = None
+        self.leader: parallel.Leader | None = None
         self.options = {"max_batch": 16, "token_budget": CHUNK, "graphs": True}
         self.batcher = self.new_batcher()
 
@@ -308,22 +390,38 @@ class LLM:
         norm = self.model.model["norm"].weight.detach().double().cpu().numpy()
         return hashlib.sha256(norm.tobytes()).hexdigest()[:16]
 
+    def join(self, group: parallel.Group) -> None:
+        """Compute together with the other ranks of the group from now on."""
+        self.group = group
+        if self.options["graphs"] and self.device.type == "cuda":  # the same ones on all ranks
+            self.graphs = cuda_graphs.Graphs(self.model, self.cache, self.options["max_batch"])
+        if group.rank == 0:
+            self.leader = parallel.Leader(self.model, self.cache, group, self.graphs)
+
+    def follow(self) -> None:
+        """On every rank but 0: compute what rank 0 says, until it has no more to do."""
+        parallel.follow(self.model, self.cache, self.group, self.graphs)
+
     def new_batcher(self, **options) -> Batcher:
         """A batcher on this model and cache; options are Batcher's, beside `graphs`. Use one at a time."""
         options = {**self.options, **options}
         if self.drafter is not None and "drafter" not in options:
             options.update(drafter=self.drafter, verify=speculative.verify, drafts=self.new_drafts())
+        if options.get("deterministic") and options["max_batch"] > self.alike:
+            self.alike = _alike(self.model, options["max_batch"])
         options.setdefault("chunk", min(BESIDE, options["token_budget"]) if self.device.type == "cpu" else None)
-        if options.pop("graphs") and self.device.type == "cuda":
+        if options.pop("graphs") and self.device.type == "cuda" and self.group is None:
             if self.graphs is None or self.graphs.sizes[-1] < options["max_batch"]:  # captured once for all batchers
                 self.graphs = cuda_graphs.Graphs(self.model, self.cache, options["max_batch"])
             options["forward"] = self.graphs
+        if self.leader is not None or self.compiled is not None:
+            options["forward"] = self.leader or self.compiled
         return Batcher(self.model, self.cache, sampling, self.model.config.vocab_size, eos_ids=self.eos_ids,
                        decoder=lambda ids, stop: StreamDecoder(self.tokenizer, stop, ids), **options)
 
     def new_drafts(self) -> int | speculative.AdaptiveK:
         """How many drafts a batcher asks for: k, or what it will learn."""
-        least = {} if isinstance(self.drafter, speculative.NgramDrafter) else {"least": 0.0}
+        least: dict = {} if isinstance(self.drafter, speculative.NgramDrafter) else {"least": 0.0}
         return speculative.AdaptiveK(**least) if self.k == "auto" else self.k
 
     def encode(self, prompt: str, *, raw: bool = False, system: str | None = None) -> list[int]:
@@ -354,7 +452,8 @@ class LLM:
 
     def generate(self, prompts: str | Sequence[str], *, raw: bool = False, system: str | None = None,
                  **options) -> list[Answer]:
-        """The answers to one prompt or several, finished; they are computed together. For options see `answer`.
+        """The answers to one prompt or several, finished; they are computed together (but each beam search by itself).
+        For options see `answer`.
 
         One that fails has finish_reason "error" and says why in .error; if it is the only one, RuntimeError is raised.
         """
@@ -368,7 +467,7 @@ class LLM:
                 if unfinished[0].finished:
                     unfinished.popleft()
                 else:
-                    self.batcher.step()
+                    unfinished[0].advance()
         finally:
             for answer in answers:
                 answer.close()
@@ -389,9 +488,12 @@ class LLM:
         min_tokens, ignore_eos, priority, salt    as in batching.Request
         temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias
                     defaults from the model's generation_config, else greedy
+        beams, length_penalty, early_stopping
+                    the likeliest text instead of the likeliest tokens, by a search with so many beams: a BeamAnswer,
+                    whose samples are the n best; see beams.py. Of the defaults it has the penalties alone
         Raises ValueError for an empty or too long prompt, ids outside the vocabulary and unknown or senseless options.
         """
-        known = (*SAMPLING, *REQUEST, *FORM)
+        known = (*SAMPLING, *REQUEST, *FORM, *BEAMS)
         if unknown := set(options) - set(known):
             raise ValueError(f"unknown option {min(unknown)!r}; known are {', '.join(known)}")
         options = {k: v for k, v in options.items() if v is not None}
@@ -404,10 +506,17 @@ class LLM:
             raise ValueError("json_schema and regex are both given; an answer can keep to one form")
         for name, value in form.items():
             options["constraint"] = getattr(self._vocabulary, name)(value).start
-        chosen = {**self.defaults, **{k: options.pop(k) for k in SAMPLING if k in options}}
+        search = {name: options.pop(name) for name in BEAMS if name in options}
+        if search and "beams" not in search:
+            raise ValueError(f"{min(search)} is of a beam search; say with how many beams")
+        if search and self.options.get("deterministic"):
+            raise ValueError("a beam search cuts its prompt and shares its blocks in its own way, and so is not "
+                             "deterministic to the bit; leave out --beams or --deterministic")
+        chosen = {k: v for k, v in self.defaults.items() if not (search and k in DRAWING)}
+        chosen.update((k, options.pop(k)) for k in SAMPLING if k in options)
         request = Request(prompt_ids, sampling=chosen, **options)
         self.batcher.check(request)
-        return Answer(self, request)
+        return BeamAnswer(self, request, **search) if search else Answer(self, request)
 
 
 class Answer:
@@ -416,11 +525,13 @@ class Answer:
     Set `abort` at any time (from a signal handler, say) to end it before the next token.
     """
 
+    scores: Sequence[float] = ()  # of the samples, if they were searched for
+
     def __init__(self, llm: LLM, request: Request):
         self.llm, self.request, self.abort = llm, request, False
         self.ttft_s: float | None = None  # time to first token, in seconds
         self.decode_s = 0.0  # spent on the tokens after the first
-        self._pieces, self._begun, self._idle_s, self._heard = deque(), None, 0.0, 0.0
+        self._pieces, self._begun, self._idle_s, self._heard = deque(), None, 0.0, 0.0  # type: Any, Any, float, float
         self._batcher: Batcher | None = None
         request.on_event = self._hear
 
@@ -462,7 +573,14 @@ class Answer:
         if self._begun is not None:
             raise ValueError("an answer can be iterated over once; its text and ids are in .text and .ids")
         self._begun, self._batcher = time.perf_counter(), self.llm.batcher
+        self._queue()
+
+    def _queue(self) -> None:
         self._batcher.add(self.request)
+
+    def advance(self) -> None:
+        """A step of the batcher, for this answer and all others that are queued."""
+        self._batcher.step()
 
     def close(self) -> None:
         """End it, if it has not ended."""
@@ -484,7 +602,7 @@ class Answer:
                 if self.abort:
                     self.close()
                 elif not self._pieces:
-                    self._batcher.step()
+                    self.advance()
                 while self._pieces:
                     begin = time.perf_counter()
                     yield self._pieces.popleft()
@@ -493,3 +611,144 @@ class Answer:
         finally:
             self.close()
         self.raise_error()
+
+
+# ------------------------------------------------------------------ searching
+
+
+class _AbortedError(Exception):
+    """Whoever asked has set `abort`."""
+
+
+class _Steps:
+    """A cache for beam_search, whose last step is kept: Batcher's `forward` wants all of it, and not four tensors."""
+
+    def __init__(self, cache: PagedKVCache):
+        self.cache, self.last = cache, None  # type: PagedKVCache, Any
+
+    def __getattr__(self, name: str):
+        return getattr(self.cache, name)
+
+    def extend(self, plan: dict, rows: Sequence[int] | None = None):
+        self.last = self.cache.extend(plan, rows)
+        return self.last
+
+
+class BeamAnswer(Answer):
+    """An answer that is searched for. Its text is known when the search is over, and comes in one piece.
+
+    .samples are the n best texts that were found, .scores their scores. `abort` ends the search before its next pass,
+    and no text is left. `advance` is the whole search: requests of the batcher wait meanwhile, with their blocks.
+    """
+
+    def __init__(self, llm: LLM, request: Request, beams: int, length_penalty: float = 1.0,
+                 early_stopping: bool | str = False):
+        super().__init__(llm, request)
+        r, cache, self.scores, self._cache, self._passes = request, llm.cache, [], _Steps(llm.cache), 0
+        self.search: dict[str, Any] = {"beams": beams, "length_penalty": length_penalty,
+                                       "early_stopping": early_stopping, "n_best": r.n}
+        beam_search(None, cache, r.prompt_ids, max_tokens=0, **self.search)  # computes nothing, but checks all this
+        wrong = [
+            (r.n > beams, f"n is {r.n}, but a search with {beams} beams is for {beams} texts at most; raise beams"),
+            (beams > 1 and r.sampling.get("temperature") == 0, "temperature is 0, which leaves one continuation of a "
+             "text and nothing to search; leave it out, or take beams=1"),
+            (r.logprobs, f"logprobs is {r.logprobs}, but a search keeps the log-probabilities of its texts' own tokens "
+             "only; take 0"),
+            (r.stop, "stop strings cannot end the texts of a beam search, only end-of-text tokens can; leave out stop")]
+        for is_so, why in wrong:
+            if is_so:
+                raise ValueError(why)
+        new = 1 if r.max_tokens is None else r.limit
+        if new and (most := most_blocks(len(r.prompt_ids), new, beams, cache.block_size)) > cache.n_blocks:
+            raise ValueError(f"{beams} beams of {new} tokens behind a prompt of {len(r.prompt_ids)} can take {most} "
+                             f"blocks of the KV cache, which has {cache.n_blocks}; lower beams or max_tokens, or "
+                             "allow it more memory")
+        vocab_size = llm.batcher.vocab_size
+        ends = llm.eos_ids if r.constraint is not None or not r.ignore_eos else ()
+        r.ends = frozenset(i for i in ends if i < vocab_size)
+        self._params, self._prompt = sampling.params([r.sampling], vocab_size), torch.tensor([r.prompt_ids])  # (1, P)
+        self._allowed = None if r.constraint is None else r.constraint()
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Passes after the prompt's, by the time they took: each gives all beams a token."""
+        return (self._passes - 1) / self.decode_s if self._passes > 1 and self.decode_s > 0 else None
+
+    def _queue(self) -> None:
+        """The batcher has nothing to do with it."""
+
+    def close(self) -> None:
+        if self._begun is not None and not self.finished:
+            self._end("abort")
+
+    def advance(self) -> None:
+        """The search, from begin to end. An exception ends it with "error"; what is none (an interrupt) is raised."""
+        r, cache = self.request, self.llm.cache
+        before = cache.stats.found
+        try:
+            found = beam_search(self._pass, self._cache, r.prompt_ids, max_tokens=r.max_tokens, eos_ids=r.ends,
+                                warp_one=self._warp, chunk=self._batcher.token_budget, salt=r.salt, **self.search)
+        except _AbortedError:
+            self._end("abort")
+        except ValueError as error:  # says all by itself
+            self._end("error", str(error))
+        except Exception as error:
+            self._end("error", f"{type(error).__name__}: {error}")
+        except BaseException:  # it may have come between any two lines of the cache
+            cache.recover()
+            raise
+        else:
+            now = time.perf_counter()
+            self.ttft_s, self.decode_s = now - self._begun, now - self._heard if self._passes else 0.0
+            self.scores = [h.score for h in found]
+            r.samples = [self._sample(i, h, cache.stats.found - before) for i, h in enumerate(found)]
+            self._pieces.extend(filter(None, [self.text]))
+
+    def _end(self, reason: str, error: str | None = None) -> None:
+        r = self.request
+        r.samples = [Sample(r, i, list(r.prompt_ids), finish_reason=reason, error=error) for i in range(r.n)]
+
+    def _sample(self, i: int, h: Hypothesis, cached: int) -> Sample:
+        r = self.request
+        decoder = self._batcher.decoder(r.prompt_ids, ())
+        for token in h.ids[:-1] if h.finish_reason == "stop" else h.ids:
+            decoder.push(token)
+        decoder.finish()
+        logprobs = [] if r.logprobs is None else [{"id": token, "logprob": x, "top": []}
+                                                  for token, x in zip(h.ids, h.logprobs)]
+        return Sample(r, i, [*r.prompt_ids, *h.ids], h.ids, h.finish_reason, logprobs=logprobs, cached=cached,
+                      decoder=decoder)
+
+    def _pass(self, tokens: torch.Tensor, positions: torch.Tensor, attend, rows: torch.Tensor) -> torch.Tensor:
+        """The model, for beam_search: as the batcher runs it, be it replayed or shared out."""
+        if self.abort:
+            raise _AbortedError
+        logits = self._batcher.forward(self._cache.last)
+        if len(rows):  # not a piece in the middle of the prompt
+            self._heard, self._passes = self._heard if self._passes else time.perf_counter(), self._passes + 1
+        return logits
+
+    def _warp(self, logits: torch.Tensor, outputs: list[list[int]]) -> torch.Tensor:
+        """logits (L, V) of L beams and their ids so far -> the probabilities (L, V) that are searched."""
+        L, said = len(outputs), torch.tensor(outputs, dtype=torch.int64)  # (L, T)
+        mask = self._mask(outputs)
+        return sampling.warp(logits, sampling.stack([self._params] * L), self._prompt.expand(L, -1), said,
+                             mask if mask is None else mask.to(logits.device))
+
+    def _mask(self, outputs: list[list[int]]) -> torch.Tensor | None:
+        """Which ids may come behind each beam: (L, V) bool on the CPU, by the rules of batching.py; None: all."""
+        r, young = self.request, len(outputs[0]) < self.request.min_tokens
+        if self._allowed is None and not young:
+            return None
+        if self._allowed is None:
+            mask = torch.ones(len(outputs), self._batcher.vocab_size, dtype=torch.bool)
+        else:
+            try:
+                mask = torch.stack([self._allowed(ids) for ids in outputs])
+            except Exception as error:
+                raise ValueError(f"the constraint cannot go on: {error}") from None
+        if young or r.ignore_eos:  # an end comes all the same where a constraint allows nothing else
+            others = mask.clone()
+            others[:, list(r.ends)] = False
+            mask = torch.where(others.any(1, keepdim=True), others, mask)
+        return mask

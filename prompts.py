@@ -249,7 +249,7 @@ def _taken_options(item: dict) -> dict[str, Any]:
     for name, words in OPTIONS.items():
         if name not in item:
             continue
-        value = item[name]
+        value: Any = item[name]
         if not CHECKS[words](value):
             raise ValueError(f'"{name}" is {reprlib.repr(value)}, but must be {words}')
         if name == "stop":
@@ -479,7 +479,7 @@ def demo():
                     '{"prompt_ids": [1, 17, 4], "at": 0.25}\n'
                     '{"messages": [{"role": "user", "content": "Is snow white?"}], "id": "snow"\n'
                     '{"prompt": "Is coal black?", "stop": "."}\n')
-        print("the requests:")
+        print("The requests:")
         for line in read_prompts(asked):
             print(f"  {line.id!s:6} at {line.at:4.2f} s  {line.error or (line.prompt, line.options)!s:.90}")
 
@@ -497,12 +497,12 @@ def demo():
                     if line.number == stop_after:
                         return
 
-        print("a run, killed while it writes its third record:")
+        print("\nA run, killed while it writes its third record:")
         run(False, stop_after=3)
         os.truncate(answered, os.path.getsize(answered) - 25)
-        print("the file is resumed:")
+        print("\nThe file is resumed:")
         run(True)
-        print("its records:")
+        print("\nIts records:")
         with open(answered, encoding="utf-8") as f:
             for text in f:
                 print(f"  {text.rstrip():.112}")

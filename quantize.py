@@ -42,7 +42,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -455,7 +455,7 @@ class Method(NamedTuple):
     calibrated: bool = False  # False: it looks at no inputs, which may be None
     hessian: bool = False     # it needs H, which costs as much as the layer itself
     in_order: bool = False    # its inputs must be those that the quantized layers before it make, in the same block too
-    scales: Callable[[Tensor, object], Tensor] | None = None  # (matrix, inputs) -> factors (K,) to be folded beforehand
+    scales: Callable[[Tensor, Any], Tensor] | None = None  # (matrix, inputs) -> factors (K,) to be folded beforehand
     module: Callable | None = None  # (weight, bias) -> the layer that computes with it, where packed.QuantLinear cannot
 
 
@@ -478,7 +478,7 @@ def method(name: str, bits: int = 4, group_size: int = -1, sym: bool = True, *,
         raise ValueError(f"{name} has no option {min(unknown)!r:.80}; it has {', '.join(OPTIONS[name]) or 'none'}")
     if name == "smoothquant":
         bits, group_size, sym = 8, -1, True
-    grid = {"bits": bits, "group_size": group_size, "sym": sym, "scale_dtype": scale_dtype}
+    grid: dict[str, Any] = {"bits": bits, "group_size": group_size, "sym": sym, "scale_dtype": scale_dtype}
     plain = functools.partial(_choose_plain, functools.partial(rtn, **grid))
     if name == "fp8":
         return Method(name, functools.partial(_choose_plain, functools.partial(fp8, scale_dtype=scale_dtype)))
@@ -539,10 +539,10 @@ def demo() -> None:
     w = torch.randn(N, K, generator=g) / 16
     w[torch.rand(N, K, generator=g) < 0.003] *= 6
     H, size, y = x.t() @ x / len(x), x.abs(), x @ w.t()
-    print(f"one {N} x {K} matrix, {len(x):,} inputs, relative errors\n{'':32}weight  output")
+    print(f"One {N} x {K} matrix, {len(x):,} inputs, relative errors:\n{'':32}weight  output")
     shown = {}
     for bits in (8, 4, 3):
-        how = {"bits": bits, "group_size": 64}
+        how: dict[str, Any] = {"bits": bits, "group_size": 64}
         s, ratio = awq_scales(w, H, size.mean(0), **how)
         tried = {"RTN": dequantize(rtn(w, **how)), "GPTQ": dequantize(gptq(w, H, **how)),
                  "GPTQ, act-order": dequantize(gptq(w, H, **how, act_order=True)),
@@ -555,7 +555,7 @@ def demo() -> None:
     s = smooth_scales(size.amax(0), w.abs().amax(0))
     for name, layer, inputs in (("", rtn(w, 8), x), (", SmoothQuant", rtn(w * s, 8), x / s)):
         print(f"{'8 bits, inputs too' + name:40}{(Int8Linear(layer)(inputs) - y).norm() / y.norm():.4f}")
-    print("\nerrors of the outputs at 3 bits, in shares of their standard deviation")
+    print("\nErrors of the outputs at 3 bits, in shares of their standard deviation:")
     bins = {name: torch.histc((x @ q.t() - y) / y.std(), 13, -0.39, 0.39) / y.numel() for name, q in shown.items()}
     print("       " + "".join(f"{name:24}" for name in bins))
     for i in range(13):

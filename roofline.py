@@ -46,7 +46,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # ------------------------------------------------------------------ bytes
 
@@ -142,7 +142,7 @@ PRESETS = {name: dict(zip(KEYS, values)) for name, values in {  # as their confi
     "llama-3-8b": ("llama", 4096, 14336, 32, 32, 8, 128256, 8192, False),
     "llama-3-70b": ("llama", 8192, 28672, 80, 64, 8, 128256, 8192, False),
     "qwen2.5-1.5b": ("qwen2", 1536, 8960, 28, 12, 2, 151936, 32768, True)}.items()}
-FAMILIES = {  # whether q, k and v have biases, o has, the feed-forward has (or which key says so); q and k have norms
+FAMILIES: dict = {  # whether q, k, v have biases, o has, the feed-forward (or which key says so); q and k have norms
     "llama": ("attention_bias", "attention_bias", "mlp_bias", False), "mistral": (False, False, False, False),
     "qwen2": (True, False, False, False), "qwen3": ("attention_bias", "attention_bias", False, True)}
 MAX_CONFIG = 2**20  # bytes of a config.json
@@ -763,20 +763,20 @@ def picture(shape: Shape, chip: Chip, prompts: Sequence[int] = (16, 128, 1024), 
 def demo():
     shape, chip = model("llama-3-8b"), CHIPS["h100"]
     print(picture(shape, chip))
-    print("\none GPU, 8,192 tokens of context in 16 bits: K and V of a sequence, and how many fit beside the weights")
+    print("\nOne GPU, 8,192 tokens of context in 16 bits: K and V of a sequence, and how many fit beside the weights:")
     for name, heads in (("MHA, 32 heads", 32), ("GQA, 8", 8), ("MQA, 1", 1)):
         held = replace(shape, n_kv_head=heads)
         print(f"  {name:14} {binary(8192 * held.kv_bytes):>8}  {sequences_that_fit(kv_room(held, chip), held, 8192):4}")
-    print("\ndrafts that are accepted 8 times in 10 and cost a 20th of a pass: the best k, and what it gains")
+    print("\nDrafts that are accepted 8 times in 10 and cost a 20th of a pass: the best k, and what it gains:")
     for batch in (1, 32, 128, 512):
         cost = verify_cost(shape, batch, 500, chip)
         k = best_k(0.8, 0.05, cost, most=20)
         print(f"  batch {batch:4}: k = {k}, {speedup(0.8, k, 0.05, cost(k + 1)):.2f} times as fast")
-    print("\n" + explain(plan(shape, chip, Demand(rps=50, n_in=1000, n_out=300))))
+    print("\nHow many GPUs it takes to serve it:\n" + explain(plan(shape, chip, Demand(rps=50, n_in=1000, n_out=300))))
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # one line, not a page of usage
+    def error(self, message: str) -> NoReturn:  # one line, not a page of usage
         self.exit(2, f"error: {' '.join(message.split())} (--help lists the flags)\n")
 
 
@@ -795,7 +795,7 @@ SETTINGS = (  # of `plan`: flag, field of Demand, its unit / the field's, metava
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _Parser(description="The arithmetic of inference; without a command, a demo.", allow_abbrev=False)
-    commands, common = parser.add_subparsers(dest="command"), argparse.ArgumentParser(add_help=False)
+    commands, common = parser.add_subparsers(dest="command"), _Parser(add_help=False)
     add = common.add_argument
     add("--model", default="llama-3-8b", help=f"{', '.join(PRESETS)}, or a config.json's path (default: %(default)s)")
     add("--gpu", default="h100", help=f"{', '.join(CHIPS)}, or this (this machine) (default: %(default)s)")
@@ -814,8 +814,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for flag, key, scale, unit, text in SETTINGS:
         default = getattr(Demand, key)
         text += "" if default is None else f" (default: {default * scale:g})"
-        p.add_argument(flag, dest=key, type=lambda x, scale=scale: float(x) / scale, default=default, metavar=unit,
-                       help=text)
+        p.add_argument(flag, dest=key, type=lambda x, scale=scale: float(x) / scale,  # type: ignore[misc]
+                       default=default, metavar=unit, help=text)
     p = commands.add_parser("draw", parents=[common], help="the roofline, with the model's points", allow_abbrev=False)
     p.add_argument("--prompts", type=int, nargs="+", default=[16, 128, 1024], metavar="N", help="tokens of prefills")
     p.add_argument("--batches", type=int, nargs="+", metavar="N", help="sequences of decode steps")

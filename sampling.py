@@ -75,7 +75,7 @@ def check(request: Mapping, vocab_size: int) -> dict:
     known = [*RULES, "logit_bias"]
     if unknown := [key for key in request if key not in known]:
         raise ValueError(f"unknown sampling parameter {unknown[0]!r}; known are {', '.join(known)}")
-    full = {name: _number(name, off if request.get(name) is None else request[name], legal, rule)
+    full: dict = {name: _number(name, off if request.get(name) is None else request[name], legal, rule)
             for name, (off, legal, rule) in RULES.items()}
     full["top_k"] = min(int(full["top_k"]), vocab_size) if full["top_k"] > 0 else vocab_size
     bias = {} if request.get("logit_bias") is None else request["logit_bias"]
@@ -415,6 +415,7 @@ def demo():
     samplers = [{}, {"temperature": 0}, {"temperature": 0.5}, {"temperature": 2}, {"top_k": 3}, {"top_p": 0.75},
                 {"min_p": 0.2}, {"repetition_penalty": 1.5}, {"frequency_penalty": 0.8}, {"logit_bias": {5: 4.0}}]
     R, V, n = len(samplers), len(tokens), 2000
+    print(f"What each setting makes of the same logits of {V} tokens, and {n:,} draws from it:\n")
     probs = warp(logits.expand(R, V), params(samplers, V), output=output.expand(R, 3))
     for sampler, row in zip(samplers, probs):
         drawn = draw(row.expand(n, V), uniforms(seed=1, position=range(n))).bincount(minlength=V) / n

@@ -265,7 +265,7 @@ class DraftModel:
 
     def __init__(self, model: Callable, cache, vocab_size: int, *, draft_vocab_size: int | None = None,
                  vocabularies: tuple | None = None, ends: Iterable[int] = (), chunk: int = 512,
-                 salt: Callable[[Hashable], str] = lambda seq: ""):
+                 salt: Callable[..., str] = lambda seq: ""):
         if chunk < 1:
             raise ValueError(f"chunk is {chunk}, but a pass must hold at least 1 token")
         if vocabularies is not None:
@@ -630,7 +630,7 @@ def speculate(model: Callable, cache, prompt: Sequence[int], drafter, k: int, wa
 
 
 def demo():
-    print("tokens per pass, by acceptance rate and number of drafts; * the best k if a draft costs a 20th of a pass")
+    print("Tokens a pass, by acceptance rate and number of drafts; * the best k if a draft costs a 20th of a pass:")
     ks = (0, 1, 2, 3, 4, 6, 8, 12)
     print("  alpha   " + "".join(f"k={k:<6}" for k in ks))
     for alpha in (0.3, 0.5, 0.7, 0.8, 0.9, 0.95):
@@ -645,7 +645,7 @@ def demo():
     def draw(probs: Tensor, u: Tensor) -> Tensor:
         return (probs.cumsum(1) <= u[:, None] * probs.sum(1, keepdim=True)).sum(1)
 
-    print("\nthree passes, each draft accepted if u * q < p")
+    print("\nThree passes, in which a draft is accepted if u * q < p:")
     text = [0]
     for _ in range(3):
         drafts = []
@@ -666,7 +666,8 @@ def demo():
 
     ids = [0, 1, 2, 3, 5, 0, 1, 2, 4, 5, 0, 1, 2]
     (found,), _ = NgramDrafter().propose({"a": ids}, [3])
-    print("\nlooked up:", " ".join(words[t] for t in ids), "->", " ".join(words[t] for t in found))
+    said, drafts = (" ".join(words[t] for t in some) for some in (ids, found))
+    print(f"\nDrafts that are looked up in the text itself: {said} -> {drafts}")
 
 
 if __name__ == "__main__":

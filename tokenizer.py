@@ -50,7 +50,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import chain, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import regex  # the standard `re` has no \p{L}
 import tiktoken
@@ -158,7 +158,7 @@ class BytePairs:
         self.missing = bytes(b for b in range(256) if bytes([b]) not in vocab)
         self.merges, self.made = merge_table(merges or ()), [id for _, _, id in merges or ()]
         self.rank_ids: Sequence[int] = self.base + self.made  # tiktoken's rank -> id
-        self.merged = 0  # bytes so far
+        self.merged: float = 0  # bytes so far
         if merges is None:
             self.rank_ids, self.engine, self.merged = range(max(vocab.values()) + 1), _engine(vocab), math.inf
 
@@ -349,11 +349,11 @@ class Tokenizer:
             raise ValueError(f"the vocabulary's kind is {kind!r}, but must be 'bytes' or 'pieces'")
         self.cuts = [compile_cut(cut) for cut in cuts]
         if kind == "bytes":
-            self.pairs = BytePairs(vocab, merges, whole=whole, unk=unk)
+            self.pairs: Any = BytePairs(vocab, merges, whole=whole, unk=unk)
         else:
             self.pairs = Pieces(vocab, merges, scores, whole=whole, unk=unk, fuse=fuse, fallback=fallback)
             self.cuts = self.cuts or self.pairs.cuts
-        self._normalize, self._prepare = partial(rewrite, **normalize or {}), partial(rewrite, **prepare or {})
+        self._normalize, self._prepare = (partial(rewrite, **x or {}) for x in (normalize, prepare))  # type: Any, Any
         added = {token.text: token for token in (Added(**entry) for entry in added)}.values()
         self.special = {token.text: token.id for token in added}
         self.special_ids = frozenset(token.id for token in added if token.special)

@@ -86,8 +86,8 @@ def mix(n: int, prompt: Sequence[float], output: Sequence[float], seed: int = 0)
     """
     # subtle: one seed for both would make every long prompt have a long answer. Each list has a generator of its own,
     # as have the arrivals; a name and the seed, hashed, are its state.
-    return list(zip(lognormal_lengths(n, *prompt, seed=f"of prompts {seed}"),
-                    lognormal_lengths(n, *output, seed=f"of outputs {seed}")))
+    return list(zip(lognormal_lengths(n, *prompt, seed=f"of prompts {seed}"),  # type: ignore[misc, arg-type]
+                    lognormal_lengths(n, *output, seed=f"of outputs {seed}")))  # type: ignore[misc, arg-type]
 
 
 def _at_least(least: int, name: str, value: int) -> int:
@@ -189,15 +189,15 @@ def summary(timelines: Iterable[Timeline], wall_s: float, ttft_s: float | None =
             raise ValueError(f"request {i}: its times go backwards or are NaN; give arrival and tokens by one clock, "
                              "such as time.perf_counter()")
     tokens, answered = sum(len(t.times) for t in timelines), sum(bool(t.times) for t in timelines)
-    found = {"requests": len(timelines), "answered": answered, "tokens": tokens, "wall_s": wall_s,
-             "tokens_per_s": tokens / wall_s, "requests_per_s": answered / wall_s}
+    found: dict = {"requests": len(timelines), "answered": answered, "tokens": tokens, "wall_s": wall_s,
+                   "tokens_per_s": tokens / wall_s, "requests_per_s": answered / wall_s}
     for name in ("ttft", "tpot", "e2e"):
         found[f"{name}_s"] = _spread([x for t in timelines if (x := getattr(t, name)) is not None])
     found["itl_s"] = _spread([gap for t in timelines for gap in t.itl])
     if ttft_s is not None or tpot_s is not None:
         limits = {"ttft_s": ttft_s, "tpot_s": tpot_s}
         numbers = [math.inf if x is None else x for x in limits.values()]
-        found |= {"goodput_per_s": goodput(timelines, *numbers, wall_s), "limits": limits}
+        found |= {"goodput_per_s": goodput(timelines, *numbers, wall_s), "limits": limits}  # type: ignore[call-arg]
     return found
 
 

@@ -471,14 +471,14 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     raise ValueError("a number in a protobuf message does not end")
 
 
-def _message(data: bytes, budget: Iterator) -> dict[int, list[int | bytes]]:
+def _message(data: bytes, budget: Iterator) -> dict[int, list[Any]]:
     r"""The fields of a protobuf message, number -> values in order: integers, and bytes for all the rest. Each takes
     one item of the budget.
 
     >>> _message(b"\x08\x96\x01" b"\x12\x02hi", iter(range(9)))
     {1: [150], 2: [b'hi']}
     """
-    fields: dict[int, list[int | bytes]] = {}
+    fields: dict[int, list[Any]] = {}
     at = count = 0
     while at < len(data):
         tag, at = _varint(data, at)

@@ -387,7 +387,7 @@ def _steps_of_pieces(v: dict, literal: bool) -> dict:
             "decoder": decoder if literal else _sequence(parts, "decoders")}
 
 
-def _sequence(parts: list[dict], key: str) -> dict | None:
+def _sequence(parts: list, key: str) -> dict | None:
     return {"type": "Sequence", key: parts} if len(parts) > 1 else next(iter(parts), None)
 
 
@@ -444,7 +444,7 @@ def demo() -> None:
     """Scores become merges, and a vocabulary of each kind its files; one that they cannot say is refused."""
     scores = {text: -float(k) for k, text in enumerate(["▁", "a", "b", "c", "bc", "ab", "abc", "▁abc"])}
     print("Scores:", ", ".join(f"{text} {score:.0f}" for text, score in scores.items()))
-    print("Merges:", ", ".join(" + ".join(pair) for pair in merges_of_scores(scores)), "(never ab + c: bc is first)\n")
+    print("Merges:", ", ".join(" + ".join(pair) for pair in merges_of_scores(scores)), "(never ab + c: bc is first)")
     ids = {text: id for id, text in enumerate(scores, 2)}
     control = {"added": [{"text": "<unk>", "id": 0}, {"text": "<s>", "id": 1}], "bos_id": 1, "add_bos": True,
                "names": {"bos_token": "<s>", "unk_token": "<unk>"}}
@@ -457,11 +457,16 @@ def demo() -> None:
                 "added": [{"text": "<|end|>", "id": 6}], "eos_ids": [6], "names": {"eos_token": "<|end|>"}}
     for vocabulary in (pieces, in_bytes):
         for name, text in tokenizer_files(vocabulary).items():
-            print(f"{vocabulary['kind']}, {name}:", json.dumps(json.loads(text), ensure_ascii=False), "\n")
+            print(f"\nWhat {name} says of a vocabulary of {vocabulary['kind']}:")
+            data = json.loads(text)
+            for key, value in {**data.pop("model", {}), **data}.items():
+                if value:
+                    line = json.dumps(value, ensure_ascii=False)
+                    print(f"    {key:20} {line if len(line) < 90 else f'{line[:60]} .. {line[-26:]}'}")
     try:
         tokenizer_files({**pieces, "scores": [0.0] * 10})
     except ValueError as error:
-        print("Refused:", error)
+        print("\nRefused:", error)
 
 
 if __name__ == "__main__":

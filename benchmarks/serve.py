@@ -3,6 +3,7 @@
     mix        all requests at once, answers of log-normal length: continuous against static batching
     spike      a long prompt arrives while others are being answered: their inter-token latency, chunked and whole
     arrivals   Poisson arrivals behind a common beginning: latencies, goodput, use of the cache, prefix cache on and off
+    load       the same requests at several rates, with the prefix cache: latency against load
 
 One KV cache and one model serve all; only the batcher differs. Rounds alternate, ratios are medians of the rounds'.
 """
@@ -115,18 +116,20 @@ def spike(llm: LLM, streams: int, prompt: int, round_: int) -> dict[str, dict[st
 
 
 def arrivals(llm: LLM, rate: float, requests: int, prompt: int, output: int, sigma: float, shared: int, slots: int,
-             limits: tuple[float, float], round_: int) -> dict[str, dict]:
-    """The same Poisson traffic with the prefix cache and without it: every prompt begins with the same `shared` ids."""
+             limits: tuple[float, float], round_: int,
+             names: Sequence[str] = ("prefix cache", "without")) -> dict[str, dict]:
+    """The same Poisson traffic with the prefix cache and without it: every prompt begins with the same `shared` ids.
+
+    At another rate the same requests come, in the same order, closer together."""
     due = traffic.poisson(rate, requests, seed=round_)
     sizes = traffic.mix(requests, (prompt, sigma, 1, llm.context // 2 - shared), (output, sigma, 1, llm.context // 4),
                         seed=round_)
     found = {}
-    names = ("prefix cache", "without")
     for name in names if round_ % 2 else names[::-1]:
         batcher = llm.new_batcher(max_batch=slots)
         common = some_ids(shared, batcher.vocab_size, "common")
         asked = [(at, request(common + some_ids(p, batcher.vocab_size, (round_, i)), n,
-                              f"{round_}" if name == "prefix cache" else f"{round_} {i}"))
+                              f"{rate} {round_}" if name == "prefix cache" else f"{rate} {round_} {i}"))
                  for i, (at, (p, n)) in enumerate(zip(due, sizes))]
         run = drive(batcher, asked)
         figures = traffic.summary(run["timelines"], run["wall_s"], *limits)

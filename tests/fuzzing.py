@@ -123,6 +123,7 @@ class Target(NamedTuple):
     mutate: Callable  # (rng, value, seeds) -> value
     check: Callable  # (value, stages): whatever it raises outside of a stage is a failure
     message: int = MESSAGE
+    slack: int = SLACK
 
 
 class Stages:
@@ -190,7 +191,7 @@ def _child(target: Target, cases, log, at: mmap.mmap) -> None:
         if traced:
             peak, size = tracemalloc.get_traced_memory()[1], size_of(value)
             tracemalloc.stop()
-            assert peak < FACTOR * size + SLACK, f"{peak:,} bytes allocated for an input of {size:,}"
+            assert peak < FACTOR * size + target.slack, f"{peak:,} bytes allocated for an input of {size:,}"
     log.write(json.dumps(stages.counts))
 
 

@@ -2,6 +2,7 @@
 import hashlib
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,6 +131,33 @@ def test_matmuls_are_those_of_a_step(folder, default_gguf):
     packed = bench.Ours(generate.load(default_gguf))
     packed.matmuls()
     assert len(packed.matrices) == 30 * 4 + 1 and packed.name == "nanoinfer packed"
+    for one, bits in ((engine, 16), (packed, 5.6)):  # as roofline.py counts them: all but the norms
+        shape = bench._shape(one)
+        assert shape.n_params == 134_515_008 - 61 * 576 and abs(shape.weight_bits - bits) < 1
+
+
+@pytest.mark.parametrize("kv, window", [("auto", None), ("auto", 5), ("int8", None)])
+def test_ceilings_are_those_of_roofline(tmp_path, kv, window, monkeypatch):
+    """A step reads every matrix once, and K and V of the tokens that it sees; the share is of the card's bandwidth."""
+    kind = {"model_type": "mistral", "sliding_window": window} if window else {}
+    engine = bench.Ours(generate.load(tiny_folder(tmp_path / "m", **kind), dtype="float32", kv_dtype=kv))
+    c, args = engine.llm.model.config, SimpleNamespace(bandwidth=2.0, tokens=3)
+    layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64
+    matrices, row = 4 * (2 * layer + 32 * 270), 2 * 2 * 2 * (8 * 4 if kv == "auto" else 8 + 4)
+    shape = bench._shape(engine)
+    assert shape.weight_bytes == matrices and shape.n_params == matrices / 4 and shape.kv_bytes == row
+    assert bench.roofline.flops_per_token(shape) == 2 * (2 * layer + 32 * 270) and (c.n_head, shape.n_head) == (4, 4)
+    points, medians = [(1, 4), (3, 20)], {engine.name: {"a": 100.0, "b": 600.0}}
+    found = bench._ceilings([engine], points, ["a", "b"], medians, args)
+    for (b, context), column in zip(points, "ab"):
+        n_bytes = matrices + b * min(context + 2, window or 99) * row
+        cell = found[f"{engine.name}, {column}"]
+        assert list(cell) == ["MB a step", "share"] and cell["MB a step"] == round(n_bytes / 1e6, 1)
+        assert cell["share"] == round(medians[engine.name][column] / b * n_bytes / 2e9, 3)
+    right = bench.roofline.decode_bytes
+    monkeypatch.setattr(bench.roofline, "decode_bytes", lambda *a: 10 * right(*a))
+    again = bench._ceilings([engine], points, ["a", "b"], medians, args)
+    assert all(again[name]["share"] > 9 * cell["share"] > 0 for name, cell in found.items())
 
 
 @pytest.mark.parametrize("argv, mentions", [

@@ -8,6 +8,7 @@ import base64
 import contextlib
 import ctypes
 import functools
+import io
 import json
 import os
 import re
@@ -23,12 +24,14 @@ from unittest import mock
 
 import pytest
 import torch
-from fuzzing import Target, campaign, mutate_bytes, mutate_tree, size_of
+from fuzzing import MESSAGE, Target, campaign, mutate_bytes, mutate_tree, size_of
 from tiny import TINY, byte_alphabet, tiny_folder
 
+import chat
 import checkpoint
 import gguf
 import layouts
+import prompts
 import tokenizer as T
 import vocab
 from model import Config, Llama, rope_frequencies
@@ -222,6 +225,91 @@ def check_tokenizer_folder(tree, stage):
     check_tokenizer(lambda: T.Tokenizer(**vocab.read_folder(ROOM / "folder")), stage)
 
 
+class Bare:
+    """As little of a tokenizer as a chat template needs."""
+
+    special, special_ids, names = {"<|im_end|>": 0, "<think>": 1}, frozenset({0}), {"eos_token": "<|im_end|>"}
+
+
+SEEN: list[str] | None = None  # audit events while a template runs
+REACH = {"os", "subprocess", "socket", "ctypes", "shutil", "pickle", "urllib"}
+
+
+def watched(event: str, args: tuple) -> None:
+    """An audit hook: notes what a template must never reach. (Python itself reads its own modules late, and looks for
+    the source of what it cannot compile.)"""
+    if SEEN is not None and (event.partition(".")[0] in REACH or (
+            event == "open" and not str(args[0]).endswith((".py", ".pyc", "<template>")))):
+        SEEN.append(f"{event} {args!r:.100}")
+
+
+@functools.cache
+def warm():
+    """What Jinja and the codecs import on first use is imported."""
+    for source in ("{{ messages | tojson }}", "{{ 1 / 0 }}", "{% if %}"):
+        with contextlib.suppress(ValueError):
+            chat.ChatTemplate(source).render([{"role": "user"}], Bare())
+
+
+def check_chat(pair, stage):
+    """A text, or a refusal in time; the messages stay as they were, and no file, process or socket is touched."""
+    global SEEN
+    warm()
+    before, SEEN = dump(pair["messages"]), []
+    try:
+        with mock.patch.object(chat, "TEMPLATE_SECONDS", 0.3), stage("rendered"):
+            text = None
+            text = chat.ChatTemplate(pair["source"]).render(pair["messages"], Bare())
+    finally:
+        seen, SEEN = SEEN, None
+    assert not seen, f"it reached {seen[0]}"
+    assert dump(pair["messages"]) == before, "the messages were changed"
+    if text is not None:
+        text.encode()  # no half of a pair
+        stage.counts["long"] += len(text) > 100
+
+
+def mutate_chat(rng, pair, seeds):
+    """Other messages, or a template with pieces of another, with a tag out of place, or a number beyond sense."""
+    way, source = rng.random(), pair["source"]
+    if way < 0.2:
+        return {**pair, "messages": mutate_tree(rng, pair["messages"], [s["messages"] for s in seeds])}
+    if way < 0.5:
+        data = mutate_bytes(rng, source.encode(errors="replace"), [s["source"].encode() for s in seeds])
+        return {**pair, "source": data.decode(errors="replace")}
+    parts = re.findall(r"\w+|\W", source) or [""]
+    at, more = rng.randrange(len(parts)), re.findall(r"\{[{%].*?[}%]\}|\w+|\W", rng.choice(seeds)["source"]) or [""]
+    start, n = rng.randrange(len(more)), rng.choice((1, 1, 2, 5, 20))
+    word = rng.choice(("__class__", "__globals__", "format", "10" * 9, "loop", "self", "namespace", "recursive",
+                       "|join", "|tojson", "* 99999", "~", "[::-1]", "(", "{{", "%}", "{% else %}"))
+    piece = [word] if way < 0.65 else more[start:start + n]
+    return {**pair, "source": "".join(parts[:at] + piece + parts[at + rng.choice((0, 1, n)):])}
+
+
+def check_prompts(data, stage):
+    """Each line that is not blank gives one Line, usable or with an error that names it; and as a file of answers to go
+    on with, the same bytes are taken or refused, never anything else."""
+    found = list(prompts._requests(io.BytesIO(data), len(data) % 2 == 0))
+    body = data.removeprefix(b"\xef\xbb\xbf")
+    assert [x.number for x in found] == [n for n, raw in enumerate(body.split(b"\n"), 1) if raw.strip()]
+    for line in found:
+        assert (line.error is None) == (line.prompt is not None)
+        if line.error is None:
+            json.dumps([line.prompt, line.options], ensure_ascii=False, allow_nan=False).encode()
+            assert 0 <= line.at < float("inf") and set(line.options) <= set(prompts.OPTIONS)
+        else:
+            assert line.error.startswith(f"line {line.number}: ") and len(line.error) < MESSAGE, line.error
+        stage.counts["whole" if line.error is None else "broken"] += 1
+    path = ROOM / "answers.jsonl"
+    path.write_bytes(data)
+    with stage("resumed"), prompts.Results(path, resume=True) as results:
+        for line in found:
+            results.done(line)
+    left, whole = path.read_bytes(), data.rfind(b"\n") + 1
+    ours = data[whole:].startswith(b'{"id": ') or b'{"id": '.startswith(data[whole:].rstrip(b"\0"))
+    assert left in (data, data + b"\n") or (left == data[:whole] and ours), "only a record that was cut short may go"
+
+
 # ------------------------------------------------------------------ sound inputs to start from
 
 
@@ -335,6 +423,37 @@ def llama_folder() -> list[dict]:
     return [{"tokenizer.model": b"\n".join(lines), "tokenizer_config.json": tokenizers()[0][1]}]
 
 
+def chats() -> list[dict]:
+    """Templates as models bring them, and those that mean harm."""
+    from test_chat import ESCAPES, LARGE, LONG, THINK
+    from tiny import CHATML
+
+    reach = "{{ raise_exception.__globals__.json.codecs.open('/etc/passwd').read() }}"
+    sound = [CHATML, THINK, "{% set n = namespace(x=0) %}{% for m in messages[::-1] if m.role != 'tool' %}{% set n.x = "
+             "n.x + loop.index0 %}{{ m.content | trim | replace('a', 'b') | upper }}{% if loop.last %}{{ n.x }}"
+             "{{ messages | map(attribute='role') | join('-') }}{% endif %}{% endfor %}",
+             "{% macro turn(m, end='\n') %}{{ '<|im_start|>%s:%d' % (m.role, 3) ~ end }}{{ m | tojson(indent=2) }}"
+             "{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}{{ strftime_now('%d %b %Y') }}"]
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi <|im_end|> é\n<think>"},
+             {"role": "assistant", "content": "<think>\n</think>ok", "tool_calls": [{"name": "f", "arguments": {}}]}]
+    return [{"source": source, "messages": turns}
+            for source in (*sound * 40, *ESCAPES, reach, *(s for s in (*LONG, *LARGE) if len(s) < 500))]
+
+
+def jobs() -> list[bytes]:
+    """Files of prompts: plain text, JSON objects, and answers, which have the same form."""
+    lines = [{"prompt": "Why is the sky blue?", "id": "sky", "max_tokens": 9, "temperature": 0.5, "at": 1.5},
+             {"messages": [{"role": "user", "content": "é\n"}], "stop": ["\n"], "n": 2, "seed": 2**63},
+             {"prompt_ids": [1, 17, 4], "logit_bias": {"17": -5, "3": 1e3}, "id": 7},
+             {"prompt": "JSON", "json_schema": {"type": "object"}, "raw": True}]
+    answers = [{**prompts.head(prompts._from_json(i, json.dumps(line).encode(), {})), "text": "é", "samples": [
+        {"finish_reason": ("stop", "abort")[i % 2]}]} for i, line in enumerate(lines, 1)]
+    asked = [json.dumps(line, ensure_ascii=i % 2 == 0).encode() for i, line in enumerate(lines)]
+    told = [json.dumps(answer, ensure_ascii=False).encode() for answer in answers]
+    return [b"\n".join(asked) + b"\n", b"\r\n".join(asked), b"\xef\xbb\xbf" + b"\n\n".join(asked),
+            b"\n".join(told) + b"\n", b"\n".join(told), "plain\n  text é\n\nof lines\n".encode()]
+
+
 DTYPES = (torch.float32, torch.float16, torch.int32, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn)
 
 
@@ -377,6 +496,8 @@ TARGETS = {
     "tokenizer": lambda: Target([{"data": d, "config": c} for d, c in tokenizers()], mutate_pair, check_json),
     "tokenizer-folder": lambda: Target(tokenizer_folders(), mutate_folder, check_tokenizer_folder),
     "tiktoken": lambda: Target(llama_folder(), mutate_folder, check_tokenizer_folder),
+    "chat": lambda: Target(chats(), mutate_chat, check_chat, slack=100 << 20),
+    "prompts": lambda: bytes_target(jobs(), check_prompts),
 }
 
 
@@ -426,22 +547,26 @@ def faulty(fault):
 
 
 TARGETS |= {name: functools.partial(faulty, fault) for name, (fault, _) in FAULTS.items()}
-BROKEN = {  # name: (target, a function of vocab.py, what stands in for it, a word of the report)
-    "raises-anything": ("tokenizer", "_reading", contextlib.nullcontext, "KeyError|TypeError|AttributeError"),
-    "quotes-strangers": ("tokenizer-folder", "_printable", str, "a message of"),
+BROKEN = {  # name: (target, where, a function there, what stands in for it, a word of the report)
+    "raises-anything": ("tokenizer", vocab, "_reading", contextlib.nullcontext, "KeyError|TypeError|AttributeError"),
+    "quotes-strangers": ("tokenizer-folder", vocab, "_printable", str, "a message of"),
+    "lets-templates-out": ("chat", chat._Sandbox, "is_safe_attribute", lambda *_: True, "it reached open"),
+    "lets-templates-run": ("chat", chat._Meter, "pay", lambda *_: None, "SIGPROF|MemoryError|bytes allocated"),
+    "raises-for-a-line": ("prompts", prompts, "_object", json.loads, "AttributeError|TypeError|JSON compliant"),
+    "cuts-more": ("prompts", prompts.os, "ftruncate", lambda fd, _, cut=os.ftruncate: cut(fd, 0), "cut short may go"),
 }
 
 
-def broken(target, name, stand_in):
+def broken(target, where, name, stand_in):
     sound = TARGETS[target]()
 
     def check(value, stage):
-        with mock.patch.object(vocab, name, stand_in):
+        with mock.patch.object(where, name, stand_in):
             sound.check(value, stage)
     return sound._replace(check=check)
 
 
-TARGETS |= {name: functools.partial(broken, *how[:3]) for name, how in BROKEN.items()}
+TARGETS |= {name: functools.partial(broken, *how[:4]) for name, how in BROKEN.items()}
 CAMPAIGNS = {  # inputs, of a slow campaign, and how many of a hundred get how far at the least
     "gguf-header": (7000, 110_000, {"header": 10, "metadata": 8, "layout": 7}),
     "gguf": (1500, 15_000, {"opened": 20, "codes": 100, "config": 20, "tokenizer": 8, "encoded": 20}),
@@ -450,6 +575,7 @@ CAMPAIGNS = {  # inputs, of a slow campaign, and how many of a hundred get how f
     "layouts": (2500, 30_000, {"understood": 30, "decoded": 40}),
     "tokenizer": (1500, 20_000, {"tokenizer": 20, "encoded": 60}),
     "tokenizer-folder": (800, 8000, {"tokenizer": 15, "encoded": 40}), "tiktoken": (6, 60, {"tokenizer": 20}),
+    "chat": (800, 8000, {"rendered": 8, "long": 4}), "prompts": (3000, 30_000, {"whole": 40, "resumed": 5}),
 }
 
 
@@ -457,6 +583,7 @@ def main(lines):
     """Each line asks for a campaign, "NAME SEED N [FIRST]", or for one case, "NAME CASE"; each answer is one of JSON.
     A process of its own, since it forks: pytest's has threads by then."""
     torch.set_num_threads(1)
+    sys.addaudithook(watched)
     for room in ("folder", "scratch"):
         (ROOM / room).mkdir(exist_ok=True)
     targets = {}
@@ -497,7 +624,7 @@ def test_damaged_inputs_end_in_our_error_or_a_sound_result(fuzz, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CAMPAIGNS)
 def test_many_more_damaged_inputs(fuzz, name):
-    assert sum(n for _, n, _ in CAMPAIGNS.values()) >= 300_000
+    assert sum(n for _, n, _ in CAMPAIGNS.values()) >= 350_000
     passes(fuzz, name, 2, CAMPAIGNS[name][1])
 
 
@@ -514,8 +641,8 @@ def test_a_reader_without_a_check_is_found_out(fuzz, name):
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_tokenizer_reader_without_a_check_is_found_out(fuzz, name):
-    target, _, _, word = BROKEN[name]
+def test_a_reader_that_is_sabotaged_elsewhere_is_found_out(fuzz, name):
+    target, *_, word = BROKEN[name]
     result = fuzz(name, 1, 1000)
     assert re.search(word, result.get("failure", "no failure")), result
     assert re.search(word, fuzz(name, result["case"]).get("failure", "no failure"))

@@ -816,3 +816,13 @@ def test_the_pool_is_sized_by_memory(tmp_path):
             generate.load(folder, **wrong)
     roomy = generate.load(folder, dtype="float32", max_batch=4)
     assert roomy.context == 4096 and roomy.cache.n_blocks == 4 * 256, "as many contexts as can be in use at once"
+
+
+def test_threads_are_physical_cores(monkeypatch):
+    """Of eight logical processors, two to a core, this process may use five, on three cores."""
+    siblings = {0: "0,4", 1: "1,5", 2: "2,6", 4: "0,4", 5: "1,5"}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(siblings), raising=False)
+    monkeypatch.setattr(Path, "read_text", lambda self: siblings[int(re.findall("cpu([0-9]+)", str(self))[0])])
+    assert generate._cores() == 3
+    monkeypatch.setattr(Path, "read_text", lambda self: os.stat("no such file"))
+    assert generate._cores() == torch.get_num_threads()
