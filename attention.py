@@ -231,8 +231,8 @@ def _attend_part(q: torch.Tensor, caches: tuple, part: _Part, scale: float, retu
         rows = (q if whole else q[begin:end]).view(B, r, G, group, D)
         rows = rows.permute(2, 0, 3, 1, 4).reshape(G, B, group * r, D)
         additive = caches[0].dtype == q.dtype and not return_lse
-        if additive and B == 1 and q.dtype == torch.bfloat16 and group * r >= PRODUCTS and since == 0 and r > 1 \
-                and q.device.type == "cpu":
+        if additive and B == 1 and q.dtype == torch.bfloat16 and group * r >= PRODUCTS and last <= part.window \
+                and r > 1 and q.device.type == "cpu":
             piece, sums = _products(rows, *seen, part, r, scale), None  # type: ignore[call-arg, arg-type]
         else:
             mask = None if n == B == 1 else _mask(part, r, since, last, group, q, additive, group * n * S <= MASK_CELLS)

@@ -162,7 +162,7 @@ def _ceilings(engines: Sequence[Ours], points: Sequence[tuple[int, int]], column
 def _shape(engine: Ours) -> roofline.Shape:
     """The matrices and the cache of an engine, in the bits that they take here."""
     c = engine.llm.model.config
-    n = sum(m.weight.numel() if hasattr(m, "weight") else m.in_features * m.out_features for m in engine.matrices)
+    n = sum(m.in_features * m.out_features if hasattr(m, "in_features") else m.weight.numel() for m in engine.matrices)
     kv_bits = 8 * engine.kv_bytes / (2 * c.n_layer * c.n_kv_head * c.head_dim)
     return roofline.Shape(engine.name, n, c.n_layer, c.n_head, c.n_kv_head, c.head_dim, c.max_seq_len, c.sliding_window,
                           8 * engine.weight_bytes / n, kv_bits)

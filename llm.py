@@ -133,6 +133,8 @@ def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", 
     weights = Weights(tensors, keep, int(repack[3:]) if repack else None, dtype, device,
                       int(quantize[3:]) if quantize else None)
     model = Llama.from_tensors(mine, weights, dtype, device, packed)
+    if isinstance(source.tensors, gguf.GGUF):
+        source.tensors.close()  # its pages count as ours as long as they are mapped, and fuse_ is where memory peaks
     model = (model if group is None else parallel.parallelize_(model, config, group)).fuse_(pack=not compile)
     ends = source.generation.get("eos_token_id")
     ends = source.config.get("eos_token_id") if ends is None else ends

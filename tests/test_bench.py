@@ -131,9 +131,9 @@ def test_matmuls_are_those_of_a_step(folder, default_gguf):
     packed = bench.Ours(generate.load(default_gguf))
     packed.matmuls()
     assert len(packed.matrices) == 30 * 4 + 1 and packed.name == "nanoinfer packed"
-    for one, bits in ((engine, 16), (packed, 5.6)):  # as roofline.py counts them: all but the norms
+    for one, low, high in ((engine, 15, 17), (packed, 5, 8)):  # as roofline.py counts them: all but the norms
         shape = bench._shape(one)
-        assert shape.n_params == 134_515_008 - 61 * 576 and abs(shape.weight_bits - bits) < 1
+        assert shape.n_params == 134_515_008 - 61 * 576 and low < shape.weight_bits < high
 
 
 @pytest.mark.parametrize("kv, window", [("auto", None), ("auto", 5), ("int8", None)])

@@ -97,7 +97,7 @@ def test_golden_packed_straight_from_the_gguf_file(default_gguf):
     assert "llama, 134.5 M parameters in 96.6 MB, 5.7 bits each" in llm.about
     kinds = {type(m).__name__ for m in llm.model.modules()}
     assert "QuantEmbedding" in kinds and "Linear" not in kinds, "no matrix was expanded"
-    assert sum(b.nbytes for b in llm.model.buffers()) < 145e6
+    assert sum(b.nbytes for b in llm.model.buffers()) < 165e6  # with a head expanded to bfloat16; 137 without
     assert same_but_for_ties(llm, ids, 0.25), "logits near 20 are 0.125 apart in bfloat16"
 
 

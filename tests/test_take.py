@@ -30,6 +30,7 @@ def test_sections_are_short(name, contract, code):
     assert "assert" in code and max(map(len, code.splitlines())) <= 120
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_example_runs_beside_that_file_alone(tmp_path, name, request):
     if "from grammar" in BLOCKS[name]:
