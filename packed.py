@@ -427,8 +427,9 @@ class QuantLinear(nn.Module):
             for i in range(0, self.out_features, 1024):  # a multiple of every block; all at once takes four times that
                 rows = slice(i, i + 1024)
                 dense[rows] = self._expanded(self.packed[rows], self.scales[:, rows], torch.bfloat16).t()
-            self.kind, self.scales = "bfloat16", None  # type: ignore[assignment]
-            self.packed: Any = torch.ops.mkldnn._reorder_linear_weight(dense, None)
+            self.kind = "bfloat16"
+            self.register_buffer("scales", None)
+            self.register_buffer("packed", torch.ops.mkldnn._reorder_linear_weight(dense, None))
         return self
 
     def _block(self) -> int | None:
