@@ -268,7 +268,7 @@ def _attend_one(q: torch.Tensor, caches: tuple, part: _Part, scale: float) -> to
     therefore cut in halves, as if they were two sequences', and put together by the log-sum-exp of their scores.
     """
     (_, H, D), G, W = q.shape, caches[0].shape[2], part.W
-    if W < HALVES:
+    if W < HALVES or q.device.type != "cpu":
         k, v = (_read(cache, part) for cache in caches)  # (G, 1, W, D)
         return F.scaled_dot_product_attention(q.view(G, 1, H // G, D), k, v, scale=scale).view(1, H, D)
     half = -(-W // 2)  # of an odd number of keys both halves have the middle one: the second is told to pass it over

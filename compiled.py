@@ -46,6 +46,7 @@ import os
 import sys
 import tempfile
 import warnings
+import zipfile
 from collections.abc import Callable
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
@@ -103,7 +104,7 @@ class DecodeStep(nn.Module):
 def library_key(step: DecodeStep, pool: Tensor) -> str:
     """What a library is right for: this code, the model's code and shapes, the pool's, torch, the machine."""
     files = {inspect.getsourcefile(type(m)) for m in step.modules()} | {__file__}
-    code = [Path(f).read_bytes() for f in sorted(filter(None, files)) if os.sep + "torch" + os.sep not in f]
+    code = [Path(f).read_bytes() for f in sorted(filter(None, files)) if not f.startswith(torch.__path__[0])]
     tensors = *step.named_parameters(), *step.named_buffers()
     parts: list = [(name, t.shape, t.dtype, t.stride()) for name, t in tensors]
     parts += [pool.dtype, *pool.shape[:3], *pool.shape[4:]]  # any number of blocks
@@ -112,8 +113,10 @@ def library_key(step: DecodeStep, pool: Tensor) -> str:
             flags = next((line for line in f if line.startswith("flags")), "")
     except OSError:
         flags = ""
-    text = repr((parts, step.alone, step.scale, step.window, str(step.model), torch.__version__, flags,
-                 torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), sys.platform))
+    # subtle: what Python knows as numbers (eps, YaRN's factor) is in the code that is made, and in no tensor
+    text = repr((parts, getattr(step.model, "config", None), step.alone, step.scale, step.window, str(step.model),
+                 torch.__version__, flags, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(),
+                 sys.platform))
     return hashlib.sha256(b"\0".join([text.encode(), *code])).hexdigest()[:24]
 
 
@@ -142,9 +145,9 @@ def compile_step(step: DecodeStep, pool: Tensor, path: str) -> None:
                 graph, package_path=os.path.join(partial, "step.pt2"),
                 inductor_configs={"aot_inductor.package_constants_in_so": False, **options})
         except Exception as error:  # whatever a compiler says
-            raise RuntimeError(f"the decode step could not be compiled ({type(error).__name__}: "
-                               f"{str(error).strip().splitlines()[0]:.200}); compiling needs a C++ compiler such as "
-                               "g++, and running does not need compiling") from None
+            reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+            raise RuntimeError(f"the decode step could not be compiled ({type(error).__name__}: {reason:.200}); "
+                               "compiling needs a C++ compiler such as g++, and running does not need compiling") from None
         os.replace(made, path)
 
 
@@ -184,6 +187,10 @@ class Compiled:
         if cache.pool is None:
             raise ValueError("a compiled step reads a KV cache in floating point on a CPU; this one is quantized or on "
                              f"{cache.device}")
+        groups = sorted({m.group for m in model.modules() if getattr(m, "kind", "") == "int4"})
+        if len(groups) > 1:
+            raise ValueError(f"layers packed in groups of {' and of '.join(map(str, groups))} cannot be compiled into "
+                             "one step; leave out --compile")
         self.model, self.cache, self.compiled, self.eager = model, cache, 0, 0
         self.slots = cache.pool.flatten(3, 4)  # (L, 2, G, slots, D), a view
         own_head = most > 1 and hasattr(model.lm_head, "pack_")
@@ -202,6 +209,8 @@ class Compiled:
                 function = load_step(step, path)
                 self._try_out(step, function, 1 if alone else 3)
             except RuntimeError as error:
+                if not fresh and zipfile.is_zipfile(path) and "differs" not in str(error):
+                    raise  # no room for temporary files, say
                 with suppress(OSError):
                     os.remove(path)
                 if fresh:

@@ -166,11 +166,17 @@ def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", 
     return llm
 
 
+def _first(weight: torch.Tensor | Mapping) -> list[float]:
+    """The first numbers, or codes, of a weight: enough to tell two models of one shape apart."""
+    weight = weight["codes"] if isinstance(weight, Mapping) else weight
+    return weight.flatten()[:64].double().tolist()
+
+
 def _share(source: Source, config: Config, group: parallel.Group, flags: list) -> tuple[Config, parallel.Shards]:
     """This rank's smaller config and its slices, if all ranks are about to load the same model in the same way."""
     mine, names = parallel.shard_config(config, group.rank, group.size), sorted(source.tensors)
-    norm = source.tensors.get("model.norm.weight")
-    group.check(the_config=source.config, the_weights=[names, None if norm is None else norm.tolist()], the_flags=flags)
+    some = {name: _first(source.tensors[name]) for name in names}
+    group.check(the_config=source.config, the_weights=some, the_flags=flags)
     return mine, parallel.Shards(source.tensors, config, group.rank, group.size)
 
 

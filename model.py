@@ -304,7 +304,7 @@ class Linear(nn.Linear):
 def _onednn_packs(weight: torch.Tensor | None) -> bool:
     """Whether oneDNN has an order of its own for this weight: bfloat16 on a CPU that multiplies it natively."""
     return (weight is not None and weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
-            and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+            and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class Embedding(nn.Embedding):

@@ -422,7 +422,8 @@ class QuantLinear(nn.Module):
         For the one matrix of a model that is much wider than the others, its head: that takes twice the memory and less
         time than two digits of 4 bits; 49152 x 576, one row 0.9 ms instead of 1.2, 16 rows 1.7 instead of 6.1.
         """
-        if self.kind == "int4" and self.bits > 4 and self._block() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        native = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        if native and self.kind == "int4" and self.bits > 4 and self._block():
             dense = torch.empty(self.out_features, self.in_features, dtype=torch.bfloat16)
             for i in range(0, self.out_features, 1024):  # a multiple of every block; all at once takes four times that
                 rows = slice(i, i + 1024)
