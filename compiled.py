@@ -147,7 +147,7 @@ def compile_step(step: DecodeStep, pool: Tensor, path: str) -> None:
         except Exception as error:  # whatever a compiler says
             reason = (str(error).strip().splitlines() or ["no reason given"])[0]
             raise RuntimeError(f"the decode step could not be compiled ({type(error).__name__}: {reason:.200}); "
-                               "compiling needs a C++ compiler such as g++, and running does not need compiling") from None
+                               "compiling needs a C++ compiler such as g++, running needs no compiling") from None
         os.replace(made, path)
 
 
