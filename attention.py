@@ -20,7 +20,9 @@ kernel of the same signature takes their place. What makes the difference on a C
 - blocks that lie in one run are read in place, others are gathered first
 - few new tokens of many sequences of like length go as one padded batch, not in a loop
 - what the layers of a step have in common (which keys, where they lie, masks) is worked out once and kept in a memo
-- a chunk of a prompt is cut into groups of rows, so that no mask grows with rows times keys
+- a chunk of a prompt is cut into groups of rows, so that no mask grows with rows times keys, and keys behind a group
+  are not read; in bfloat16 groups are plain products and a softmax, in 0.4 of the time of torch's own attention
+- one row attends to many keys in two halves at once, one for each of two threads, 0.8 of the time
 - keys of another type than the queries are converted a piece at a time, and the scales of a quantized cache multiply
   scores and weights (one number a key), not keys and values (head_dim numbers). Pieces are joined by the log-sum-exp of
   their scores, as in FlashAttention (Dao et al. 2022, after Milakov and Gimelshein 2018)
@@ -231,9 +233,9 @@ def _attend_part(q: torch.Tensor, caches: tuple, part: _Part, scale: float, retu
         rows = (q if whole else q[begin:end]).view(B, r, G, group, D)
         rows = rows.permute(2, 0, 3, 1, 4).reshape(G, B, group * r, D)
         additive = caches[0].dtype == q.dtype and not return_lse
-        if additive and B == 1 and q.dtype == torch.bfloat16 and group * r >= PRODUCTS and last <= part.window \
-                and r > 1 and q.device.type == "cpu":
-            piece, sums = _products(rows, *seen, part, r, scale), None  # type: ignore[call-arg, arg-type]
+        if (additive and B == 1 and q.dtype == torch.bfloat16 and q.device.type == "cpu" and last <= part.window
+                and group * r >= PRODUCTS):
+            piece, sums = _products(rows, seen[0], seen[1], part, r, scale), None
         else:
             mask = None if n == B == 1 else _mask(part, r, since, last, group, q, additive, group * n * S <= MASK_CELLS)
             piece, sums = _attend(rows, *seen, mask=mask, scale=scale, return_lse=return_lse)
@@ -268,14 +270,13 @@ def _attend_one(q: torch.Tensor, caches: tuple, part: _Part, scale: float) -> to
     therefore cut in halves, as if they were two sequences', and put together by the log-sum-exp of their scores.
     """
     (_, H, D), G, W = q.shape, caches[0].shape[2], part.W
+    k, v = (_read(cache, part) for cache in caches)  # (G, 1, W, D)
     if W < HALVES or q.device.type != "cpu":
-        k, v = (_read(cache, part) for cache in caches)  # (G, 1, W, D)
         return F.scaled_dot_product_attention(q.view(G, 1, H // G, D), k, v, scale=scale).view(1, H, D)
     half = -(-W // 2)  # of an odd number of keys both halves have the middle one: the second is told to pass it over
     if W % 2 and "halves" not in part.masks:
         part.masks["halves"] = torch.zeros(2, 1, 1, half, dtype=q.dtype, device=q.device)
         part.masks["halves"][1, ..., 0] = -torch.inf
-    k, v = (_read(cache, part) for cache in caches)
     k, v = (x.as_strided((2, G, half, D), ((W - half) * x.stride(2), x.stride(0), *x.stride()[2:]), x.storage_offset())
             for x in (k, v))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

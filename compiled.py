@@ -48,7 +48,7 @@ import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable
-from contextlib import redirect_stderr, suppress
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import torch
@@ -124,13 +124,18 @@ def library_key(step: DecodeStep, pool: Tensor) -> str:
 def compile_step(step: DecodeStep, pool: Tensor, path: str) -> None:
     """Write the library of the step, for one sequence or for any number from 2 on, to path: whole or not at all.
 
-    Raises RuntimeError if there is no compiler, or the model cannot be written down.
+    Raises RuntimeError if there is no compiler, the folder cannot be written, or the model cannot be written down.
     """
     B, any_number = 1 if step.alone else 3, torch.export.Dim.DYNAMIC
     some = (torch.arange(B), torch.arange(B), pool, torch.zeros(B, 3, dtype=torch.int64), torch.arange(B))
     batch = {} if step.alone else {0: any_number}
     folder = os.path.dirname(path) or "."
-    os.makedirs(folder, exist_ok=True)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise RuntimeError(f"a compiled step cannot be kept in {folder} ({error.strerror}); name a folder that can be "
+                           "written ($XDG_CACHE_HOME), or leave out --compile") from None
     # One row of packed weights: Inductor tries its own product against torch's and takes the faster, its own by a
     # third. (Of matrices in floating point it would put packed copies into the library.) What it says is not for users.
     tried = step.alone and not any(isinstance(m, nn.Linear) for m in step.modules())
@@ -193,35 +198,30 @@ class Compiled:
                              "one step; leave out --compile")
         self.model, self.cache, self.compiled, self.eager = model, cache, 0, 0
         self.slots = cache.pool.flatten(3, 4)  # (L, 2, G, slots, D), a view
-        own_head = most > 1 and hasattr(model.lm_head, "pack_")
-        self.head = copy.deepcopy(model.lm_head).pack_() if own_head else model.head
-        self.functions: dict[bool, Callable] = {}
+        self.head, self.functions = model.head, {}
+        if most > 1 and hasattr(model.lm_head, "pack_"):  # a layer of its own, of the same tensors until it packs them
+            self.head = copy.copy(model.lm_head)
+            self.head.__dict__.update(_parameters=dict(self.head._parameters), _buffers=dict(self.head._buffers))
+            self.head.pack_()
         for alone in (True, False)[: 1 if most == 1 else 2]:
             step = DecodeStep(model, cache.scale, cache.window, alone)
             path = os.path.join(folder, f"step-{library_key(step, cache.pool)}.pt2")
-            fresh = not os.path.exists(path)
-            if fresh:
+            if not zipfile.is_zipfile(path):  # not there, or damaged
                 if tell:
                     tell(f"compiling the decode step of {'one sequence' if alone else 'several sequences'}, once; this "
                          "takes a minute or two")
                 compile_step(step, cache.pool, path)
-            try:
-                function = load_step(step, path)
-                self._try_out(step, function, 1 if alone else 3)
-            except RuntimeError as error:
-                if not fresh and zipfile.is_zipfile(path) and "differs" not in str(error):
-                    raise  # no room for temporary files, say
-                with suppress(OSError):
-                    os.remove(path)
-                if fresh:
-                    raise
-                raise RuntimeError(f"{error}; {path} was damaged and is removed: try again") from None
-            self.functions[alone] = function
+            self.functions[alone] = load_step(step, path)
+            off = self._off(step, self.functions[alone])
+            if not off < 0.5:  # a tenth is rounding: bfloat16, made-up keys, 30 layers. Wrong weights give 1 or more
+                os.remove(path)
+                raise RuntimeError(f"the compiled decode step differs from the model by {off:.2%} and was removed: "
+                                   f"{path}")
 
     @torch.inference_mode()
-    def _try_out(self, step: DecodeStep, function: Callable, B: int) -> None:
-        """RuntimeError unless both compute the same from the same, nothing written."""
-        pool, block = self.cache.pool, self.cache.pool.shape[4]
+    def _off(self, step: DecodeStep, function: Callable) -> float:
+        """By how much, relative, the two differ when they compute the same from the same; nothing is written."""
+        B, pool, block = 1 if step.alone else 3, self.cache.pool, self.cache.pool.shape[4]
         held = pool[:, :, :, :2].clone()
         pool[:, :, :, :2].normal_(std=0.25)
         try:
@@ -230,9 +230,7 @@ class Compiled:
             (x, new), (expected, kept) = function(*arguments), step(*arguments)
         finally:
             pool[:, :, :, :2] = held
-        off = max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in ((x, expected), (new, kept)))
-        if not off < 0.5:  # a tenth is rounding: bfloat16, made-up keys, 30 layers. Wrong weights give 1 or more
-            raise RuntimeError(f"the compiled decode step differs from the model by {off:.2%}")
+        return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in ((x, expected), (new, kept)))
 
     @torch.inference_mode()
     def __call__(self, step, rows: Tensor | None = None) -> Tensor:

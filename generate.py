@@ -410,6 +410,22 @@ def _summary(times: list[traffic.Timeline], wall: float, s: batching.Stats, draf
     return traffic.describe(traffic.summary(times, wall)) + "\n" + "; ".join(parts)
 
 
+def _read_ahead(lines: Iterator) -> queue.Queue:
+    """What comes of lines, as it comes: standard input may keep us waiting. Behind it None, or the exception in it."""
+    read: queue.Queue = queue.Queue(AHEAD)
+
+    def feed() -> None:
+        try:
+            for line in lines:
+                read.put(line)
+            read.put(None)
+        except Exception as error:
+            read.put(error)
+
+    threading.Thread(target=feed, daemon=True).start()
+    return read
+
+
 class _Job:
     """A file of prompts to a file of answers, as they finish. `at` must ascend, but for AHEAD lines."""
 
@@ -421,7 +437,6 @@ class _Job:
         # An answer is known by what it was asked of: the model, and how it runs.
         self.model = f"{llm.name} {llm.weights} {sorted(llm.defaults.items())} {llm.fingerprint}"
         self.model += " deterministic" if args.deterministic else ""
-        self.read: queue.Queue = queue.Queue(AHEAD)
         self.waiting: list[tuple[float, int, prompt_files.Line]] = []  # a heap of those read, by arrival
         self.ended: deque[tuple] = deque()  # answers to be written
         self.times: list[traffic.Timeline] = []  # of every sample
@@ -429,12 +444,11 @@ class _Job:
         self.begin = time.perf_counter()
 
     def run(self) -> None:
-        threading.Thread(target=self._feed, daemon=True).start()  # standard input may keep us waiting
-        batcher, more = self.llm.batcher, True
+        batcher, more, read = self.llm.batcher, True, _read_ahead(self.lines)
         while more or self.waiting or batcher.live:
             idle = not (self.waiting or batcher.live)
-            while more and len(self.waiting) < AHEAD and (idle or not self.read.empty()):
-                line, idle = self.read.get(), False
+            while more and len(self.waiting) < AHEAD and (idle or not read.empty()):
+                line, idle = read.get(), False
                 if isinstance(line, Exception):
                     raise line
                 more = line is not None
@@ -449,14 +463,6 @@ class _Job:
                 time.sleep(min(0.02, max(0.0, self.waiting[0][0] - now)))
             while self.ended:  # subtle: here, as the batcher takes what a listener raises for the request's own fault
                 self._write(*self.ended.popleft())
-
-    def _feed(self) -> None:
-        try:
-            for line in self.lines:
-                self.read.put(line)
-            self.read.put(None)
-        except Exception as error:
-            self.read.put(error)
 
     def _take(self, line: prompt_files.Line) -> None:
         line = _completed(line, self.args, self.model)
@@ -571,9 +577,19 @@ class _Routed:
                 for name in ("prompt", "cached", "preempted"):
                     setattr(self.stats, name, getattr(self.stats, name) + getattr(stats, name))
 
-    def _asked(self, lines: Iterator) -> Iterator[tuple]:
-        """Pairs of what to route by, and a line, of those that have no answer yet."""
-        for line in lines:
+    def _asked(self, lines: Iterator) -> Iterator[tuple | None]:
+        """Pairs of what to route by, and a line, of those that have no answer yet; None while there is no line."""
+        read = _read_ahead(lines)
+        while True:
+            try:
+                line = read.get_nowait()
+            except queue.Empty:
+                yield None
+                continue
+            if isinstance(line, Exception):
+                raise line
+            if line is None:
+                return
             line = _completed(line, self.args, self.model)
             if self.results.done(line):
                 self.done += 1
@@ -621,7 +637,7 @@ def _many(args: argparse.Namespace, group: parallel.Group | None = None) -> int:
 
 def _follow(args: argparse.Namespace, group: parallel.Group) -> int:
     """What a rank does that is not rank 0: it reads nothing, says nothing and ends with rank 0."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes to all ranks, and rank 0 knows what it means
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes to all: rank 0, or torchrun itself, ends the others
     warnings.simplefilter("ignore")
     _load(args, group).follow()
     return 0

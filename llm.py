@@ -96,23 +96,12 @@ def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", 
     group    parallel.join() where torchrun has started several of us: this rank's share of the model. Rank 0's answers,
              and all others `follow`. kv_memory is then each rank's, and each takes the GPU of its LOCAL_RANK
     """
-    if k != "auto" and not (type(k) is int and 1 <= k <= 64):
-        raise ValueError(f"k is {k!r}, but must be 'auto' or a number of drafts from 1 to 64")
-    if not 0 < kv_memory < 2**20:
-        raise ValueError(f"a KV cache of {kv_memory} GiB cannot be; give a number above 0")
-    if kv_dtype not in ("auto", "int8", "fp8"):
-        raise ValueError(f"kv_dtype {kv_dtype!r} is unknown; known are auto, int8, fp8")
+    _check(dtype, kv_dtype, kv_memory, k, repack=repack, quantize=quantize)
     asked, path = path, checkpoint.resolve(path)
     device = _device(device, group)
     if group is not None and device.type == "cuda":
         torch.cuda.set_device(device)  # kernels, and NCCL, take the current one
-    if dtype not in ("auto", *DTYPES):
-        raise ValueError(f"dtype {dtype!r} is unknown; known are auto, {', '.join(DTYPES)}")
     keep = dtype == "auto"
-    if repack not in (None, "int8", "int4") or (repack and not keep):
-        raise ValueError(f"repack {repack!r} must be int8 or int4, and goes with dtype auto only, not {dtype}")
-    if quantize not in (None, "int8", "int4") or (quantize and not keep):
-        raise ValueError(f"quantize {quantize!r} must be int8 or int4, and goes with dtype auto only, not {dtype}")
     if compile and (device.type != "cpu" or group is not None or kv_dtype != "auto"):
         raise ValueError("compiled decode steps are for one process on a CPU with a KV cache in floating point; leave "
                          "out --compile, or --device, torchrun and --kv-dtype")
@@ -164,6 +153,21 @@ def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", 
         llm.join(group)
     llm.batcher = llm.new_batcher()
     return llm
+
+
+def _check(dtype: str, kv_dtype: str, kv_memory: float, k: int | str, **rounding: str | None) -> None:
+    """ValueError for options of load that cannot be meant, whatever the model and the machine."""
+    if k != "auto" and not (type(k) is int and 1 <= k <= 64):
+        raise ValueError(f"k is {k!r}, but must be 'auto' or a number of drafts from 1 to 64")
+    if not 0 < kv_memory < 2**20:
+        raise ValueError(f"a KV cache of {kv_memory} GiB cannot be; give a number above 0")
+    if kv_dtype not in ("auto", "int8", "fp8"):
+        raise ValueError(f"kv_dtype {kv_dtype!r} is unknown; known are auto, int8, fp8")
+    if dtype not in ("auto", *DTYPES):
+        raise ValueError(f"dtype {dtype!r} is unknown; known are auto, {', '.join(DTYPES)}")
+    for name, to in rounding.items():
+        if to not in (None, "int8", "int4") or (to and dtype != "auto"):
+            raise ValueError(f"{name} {to!r} must be int8 or int4, and goes with dtype auto only, not {dtype}")
 
 
 def _first(weight: torch.Tensor | Mapping) -> list[float]:
@@ -306,6 +310,8 @@ def _about(source: Source, weights: Weights, model: Llama, group: parallel.Group
 def _device(device: str, group: parallel.Group | None = None) -> torch.device:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if str(device).startswith("cuda:") and group is not None:
+        raise ValueError(f"under torchrun each rank has a GPU of its own; take --device cuda, not {device}")
     if device == "cuda" and group is not None:
         device = f"cuda:{group.local_rank}"
     try:

@@ -532,17 +532,16 @@ class Llama(nn.Module):
                 a.qkv_proj, a.q_proj, a.k_proj, a.v_proj = joined, None, None, None
             if m.gate_up_proj is None and (joined := _join(m.gate_proj, m.up_proj)) is not None:
                 m.gate_up_proj, m.gate_proj, m.up_proj = joined, None, None
-            for x in block.modules():
-                if isinstance(x, RMSNorm) or (pack and isinstance(x, Linear)):
-                    x.fuse_() if isinstance(x, RMSNorm) else x.pack_()
-        self.model["norm"].fuse_()
         embedding = getattr(self.model["embed_tokens"], "weight", None)
         if pack and self.lm_head is None and _onednn_packs(embedding):
             with torch.device("meta"):
                 self.lm_head = Linear(embedding.shape[1], embedding.shape[0], bias=False)
             self.lm_head.weight = nn.Parameter(embedding.detach(), requires_grad=False)
-        if pack and hasattr(self.lm_head, "pack_"):
-            self.lm_head.pack_()
+        for x in self.modules():
+            if isinstance(x, RMSNorm):
+                x.fuse_()
+            elif pack and (isinstance(x, Linear) or x is self.lm_head) and hasattr(x, "pack_"):
+                x.pack_()
         return self
 
 

@@ -236,13 +236,16 @@ def launched() -> bool:
 def join(wait_s: float = JOIN_S) -> Group:
     """The group of all ranks that torchrun started. ValueError if they do not come together within wait_s."""
     wait, gpu = timedelta(seconds=wait_s), torch.cuda.is_available() and dist.is_nccl_available()
+    number, ranks = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if not (number.isdecimal() and ranks.isdecimal() and int(number) < int(ranks)):
+        raise ValueError(f"RANK is {number!r} and WORLD_SIZE {ranks!r}; ranks count from 0 to WORLD_SIZE - 1")
     try:
         store, rank, size = next(dist.rendezvous("env://", timeout=wait))
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", store=store, rank=rank, world_size=size,
                                 timeout=wait)
         return Group(store, rank, size)
     except (ValueError, RuntimeError) as error:  # DistError is a RuntimeError
-        raise ValueError(f"rank {os.environ.get('RANK')} did not find the {os.environ.get('WORLD_SIZE')} ranks that "
+        raise ValueError(f"rank {number} did not find the {ranks} ranks that "
                          f"WORLD_SIZE speaks of within {wait_s:g} s ({str(error).splitlines()[0]:.120})") from None
 
 

@@ -31,6 +31,8 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+POLL_S = 0.05  # how often to ask for items that are slow to come
+
 # ------------------------------------------------------------------ who gets which
 
 
@@ -114,18 +116,21 @@ class Replicas:
         """The first value that each replica sends."""
         return [self._receive(replica)[0] for replica in range(len(self.pipes))]
 
-    def run(self, items: Iterable[tuple[str | Sequence[int], Any]]) -> Iterator[tuple[int, Any]]:
+    def run(self, items: Iterable[tuple[str | Sequence[int], Any] | None]) -> Iterator[tuple[int, Any]]:
         """Send pairs (prompt, item) on their way, `ahead` a replica at most -> pairs (replica, value) as they come
-        back, until all replicas have ended. RuntimeError if one dies."""
+        back, until all replicas have ended. Where items are slow to come, None among them says that there is none yet:
+        then answers and deaths are seen to meanwhile. RuntimeError if a replica dies."""
+        end: Any = object()
         items, live, more = iter(items), dict(zip(self.pipes, count())), True
         while live:
-            while more and sum(self.router.load) < self.ahead * len(self.pipes):
-                pair = next(items, None)
-                more = pair is not None
-                for pipe in [self.pipes[self.router.route(pair[0])]] if more else self.pipes:
+            idle = False
+            while more and not idle and sum(self.router.load) < self.ahead * len(self.pipes):
+                pair = next(items, end)
+                more, idle = pair is not end, pair is None
+                for pipe in [] if idle else [self.pipes[self.router.route(pair[0])]] if more else self.pipes:
                     with suppress(OSError):  # it has died, as reading from it will show
-                        pipe.send(pair and pair[1:])
-            for pipe in wait(list(live)):
+                        pipe.send(pair[1:] if more else None)
+            for pipe in wait(list(live), POLL_S if idle else None):
                 replica = live[pipe]  # type: ignore[index]
                 message = self._receive(replica)
                 if message is None:

@@ -3,6 +3,7 @@ it. Compiling takes half a minute, so the tests that do are marked slow."""
 import dataclasses
 import random
 import warnings
+import zipfile
 from itertools import pairwise
 
 import pytest
@@ -56,9 +57,10 @@ def eager(model):
 
 @pytest.fixture
 def as_formula(monkeypatch):
-    """In place of the compiler: the library is an empty file, and what is loaded from it is the formula itself."""
+    """In place of the compiler: the library is an empty archive, and what is loaded from it is the formula itself."""
     made = []
-    monkeypatch.setattr(compiled, "compile_step", lambda step, pool, path: (made.append(path), open(path, "x").close()))
+    monkeypatch.setattr(compiled, "compile_step",
+                        lambda step, pool, path: (made.append(path), zipfile.ZipFile(path, "w").close()))
     monkeypatch.setattr(compiled, "load_step", lambda step, path: lambda *a: list(step(*a)))
     return made
 
@@ -226,14 +228,28 @@ def test_without_a_compiler_there_is_one_clear_error_and_no_file(tmp_path, monke
     assert list((tmp_path / "folder").iterdir()) == []
 
 
-@pytest.mark.slow
-def test_a_damaged_library_is_removed_and_named(tmp_path, as_formula, monkeypatch):
+def test_a_damaged_library_is_made_again(tmp_path, as_formula):
     model = new_model()
-    Compiled(model, new_cache(model), str(tmp_path))
-    monkeypatch.undo()
-    with pytest.raises(RuntimeError, match="was damaged and is removed"):
+    for _ in range(2):
         Compiled(model, new_cache(model), str(tmp_path))
-    assert list(tmp_path.iterdir()) == []
+        path, = tmp_path.iterdir()
+        path.write_bytes(b"PK damaged")
+    assert as_formula == [str(path)] * 2
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    model, file = new_model(), tmp_path / "file"
+    file.touch()
+    with pytest.raises(RuntimeError, match=r"cannot be kept in .*file.inside \(Not a directory\); name a folder"):
+        Compiled(model, new_cache(model), str(file / "inside"))
+
+
+def test_packed_layers_of_unlike_groups_are_refused(tmp_path):
+    model = new_model()
+    for block, group in zip(model.model["layers"], (32, 64)):
+        block.mlp.kind, block.mlp.group = "int4", group
+    with pytest.raises(ValueError, match="groups of 32 and of 64 cannot be compiled into one step"):
+        Compiled(model, new_cache(model), str(tmp_path))
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from multiprocessing import forkserver, get_context
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from tiny import tiny_folder
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -421,6 +423,24 @@ def test_ranks_with_other_weights_of_the_same_shape_are_told_so(folder, tmp_path
     other = tiny_folder(tmp_path, scale=2.0, **HEADS)
     results = finish(start(3, command, "--model", folder, *ASK, others=("--model", other, *ASK)))
     ends(results, "error: ranks 1, 2 of 3 and rank 0 differ in the weights")
+
+
+def test_one_other_matrix_behind_the_same_norms_is_noticed(folder, tmp_path):
+    """As a fine-tune with frozen norms leaves it."""
+    file = shutil.copytree(folder, tmp_path / "other") / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    save_file({**tensors, name: -tensors[name]}, file)
+    results = finish(start(2, command, "--model", folder, *ASK, others=("--model", str(file.parent), *ASK)))
+    ends(results, "error: rank 1 of 2 and rank 0 differ in the weights")
+
+
+@pytest.mark.parametrize("rank, size", [("5", "2"), ("-1", "2"), ("", "2"), ("0", "two")])
+def test_a_rank_that_cannot_be_is_refused_at_once(monkeypatch, rank, size):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with pytest.raises(ValueError, match=f"RANK is '{rank}' and WORLD_SIZE '{size}'"):
+        parallel.join()
 
 
 @pytest.mark.parametrize("argv, why", [

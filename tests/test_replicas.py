@@ -1,4 +1,5 @@
 """replicas.py: who gets which, what that does for real prefix caches, and processes that answer or die."""
+import itertools
 import json
 import os
 import random
@@ -126,6 +127,30 @@ def test_a_replica_that_fails_ends_all_with_its_reason(how, why):
         with pytest.raises((RuntimeError, ValueError), match=why):
             list(pool.run((str(i), i) for i in range(20)))
     assert not any(process.is_alive() for process in pool.processes)
+
+
+def test_answers_come_while_the_next_item_is_slow():
+    """The second item is not there before the first has been answered: whoever waits for it waits for ever."""
+    with Replicas(2, echo, ["well"], Router(2), ahead=3) as pool:
+        pool.first()
+        answered = []
+
+        def slow():
+            yield "first", 1
+            while not answered:
+                yield None
+            yield "second", 2
+
+        for _, value in pool.run(slow()):
+            answered.append(value)
+        assert sorted(v for v in answered if v != "end") == [2, 4]
+
+
+def test_a_death_is_noticed_while_the_next_item_is_slow():
+    with Replicas(2, echo, ["dies"], Router(2), ahead=3) as pool:
+        pool.first()
+        with pytest.raises(RuntimeError, match="has died with code -9"):
+            list(pool.run(itertools.chain([("seven", 7)], itertools.repeat(None))))
 
 
 # ------------------------------------------------------------------ --replicas
