@@ -274,6 +274,8 @@ class PagedKVCache:
         else:
             self.k, self.v = pools(D, dtype=dtype), pools(D, dtype=dtype)
         self.k_scale, self.v_scale = (pools(dtype=torch.float32) if quantized else None for _ in range(2))
+        self._by_slot = {name: [x.flatten(0, 1) for x in getattr(self, name) or ()]  # (slots, G, ..): views, made once
+                         for name in ("k", "v", "k_scale", "v_scale")}
         self._sequences: dict[Hashable, _Sequence] = {}
         self._references = [0] * n_blocks  # how many block tables hold each block
         self._free = OrderedDict.fromkeys(range(n_blocks))  # an ordered set: any block can be taken out in O(1)
@@ -496,7 +498,7 @@ class PagedKVCache:
                 new = {name: data[name][layer, cached:].to(self.device) for name in names}
                 if quantized and data["k"].dtype == self.dtype:
                     for name, x in new.items():
-                        _store(getattr(self, name)[layer], step.slots, x)
+                        _store(self._by_slot[name][layer], step.slots, x)
                     continue
                 if quantized:
                     new = {name: new[name].float() * new[name + "_scale"][..., None] for name in ("k", "v")}
@@ -683,12 +685,13 @@ class PagedKVCache:
 
     def _write(self, layer: int, slots: torch.Tensor | slice, k: torch.Tensor, v: torch.Tensor) -> None:
         """k and v (N, G, D) into these slots of a layer, quantized if the cache is."""
+        pools = self._by_slot
         if self.k_scale is not None:
             (k, v), scales = quantize(torch.stack((k, v)), self.dtype)
-            _store(self.k_scale[layer], slots, scales[0])
-            _store(self.v_scale[layer], slots, scales[1])
-        _store(self.k[layer], slots, k)
-        _store(self.v[layer], slots, v)
+            _store(pools["k_scale"][layer], slots, scales[0])
+            _store(pools["v_scale"][layer], slots, scales[1])
+        _store(pools["k"][layer], slots, k)
+        _store(pools["v"][layer], slots, v)
 
     def _attend(self, slots, block_table, kv_len, q_start, max_q, memo: dict | None, layer: int, q: torch.Tensor,
                 k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -726,8 +729,8 @@ def _handed_over(seq: Hashable, data: Mapping[str, torch.Tensor], L: int, G: int
 
 
 def _store(pool: torch.Tensor, slots: torch.Tensor | slice, x: torch.Tensor) -> None:
-    """x (N, G, ...) into slots of a pool (n_blocks, block_size, G, ...)."""
-    pool, x = pool.flatten(0, 1), x.detach()  # (slots, G, ...): a view, whatever the layout
+    """x (N, G, ...) into slots of a pool (slots, G, ...)."""
+    x = x.detach() if x.requires_grad else x
     if isinstance(slots, slice):  # one run, the usual case for one sequence: a plain copy, 7 times faster
         pool[slots] = x
     elif pool.dtype == torch.float8_e4m3fn:  # which index_copy_ does not know

@@ -125,6 +125,8 @@ def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", 
     if isinstance(source.tensors, gguf.GGUF):
         source.tensors.close()  # its pages count as ours as long as they are mapped, and fuse_ is where memory peaks
     model = (model if group is None else parallel.parallelize_(model, config, group)).fuse_(pack=not compile)
+    if deterministic and isinstance(model.lm_head, packed.QuantLinear):
+        model.lm_head.pack_(1)  # one way through it for any number of rows
     ends = source.generation.get("eos_token_id")
     ends = source.config.get("eos_token_id") if ends is None else ends
     ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
@@ -328,10 +330,6 @@ def _device(device: str, group: parallel.Group | None = None) -> torch.device:
 def _alike(model: Llama, most: int) -> int:
     """`most`, if a row's logits have the same bits in a pass of 1 row and of any number up to so many; else ValueError.
     It is tried out: which numbers of rows torch's kernels treat alike depends on the machine and on the shapes."""
-    for block in model.model["layers"]:  # norms of single heads: few rows are another way through only with few heads
-        for norm in (block.self_attn.q_norm, block.self_attn.k_norm):
-            if norm is not None:
-                norm.twice = None
     group, before = model.config.n_head // model.config.n_kv_head, None
     tokens = torch.randint(model.config.vocab_size, (most,), generator=torch.Generator().manual_seed(0))
 

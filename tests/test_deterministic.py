@@ -299,7 +299,7 @@ def test_attention_alone(dtype, window):
             assert torch.equal(found[name], alone[name]), f"{name} among {names}"
             assert torch.allclose(found[name], right[name], atol=0.04 if dtype == torch.bfloat16 else 1e-4)
             differ += not torch.equal(usual[name], usually[name])
-    assert differ or dtype == torch.int8 or window, "they have the same bits anyway: this test has no power"
+    assert differ or dtype != torch.bfloat16 or window, "they have the same bits anyway: this test has no power"
 
 
 def test_what_a_cache_shares():

@@ -6,6 +6,8 @@
 - the published cases of wrong loading (LD), by id
 - the door: whatever a config.json or a checkpoint holds, a ValueError comes out, quickly, or the model runs right
 """
+import copy
+import dataclasses
 import itertools
 import math
 import random
@@ -17,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from kvcache import PagedKVCache
-from model import Config, Llama, RMSNorm, Rotary, causal_attention, rope_frequencies, rotate
+from model import FEW_ROWS, Config, Llama, RMSNorm, Rotary, causal_attention, rope_frequencies, rotate
 
 V = 61  # vocabulary of the tiny models; prime, so that no shape fits by accident
 TINY = dict(hidden_size=48, num_attention_heads=6, num_key_value_heads=2, intermediate_size=80, num_hidden_layers=2,
@@ -435,6 +437,40 @@ def test_fused_matrices_give_the_same_logits(name):
     assert worst(torch.stack(list(got.values())), plain) < 1e-9
 
 
+@pytest.mark.parametrize("name", ["llama_gqa", "llama_biases", "qwen2_tied", "qwen3_biases", "llama_mqa"])
+def test_bare_blocks_compute_what_the_modules_do(name):
+    """Up to FEW_ROWS packed tokens of a fused model go past its modules; a copy of it has weights of its own."""
+    model = random_model(CONFIGS[name])
+    model.config = dataclasses.replace(model.config, max_seq_len=100)
+    for n in (1, 2, FEW_ROWS, FEW_ROWS + 1):
+        ids = random_ids(1, n)[0]
+        positions, rows, heads = torch.arange(n), torch.tensor([n - 1, 0]), []
+
+        def attend(layer, q, k, v, heads=heads):
+            heads.append((layer, q, k, v))
+            return causal_attention(layer, q, k, v)
+
+        model.bare = []
+        want = [model(ids, positions, attend), model(ids, positions, attend, rows)]
+        model.fuse_()
+        seen = {"modules": 0}
+        handle = model.model["layers"][0].mlp.register_forward_hook(lambda *a, seen=seen: seen.update(modules=1))
+        got, half = [model(ids, positions, attend), model(ids, positions, attend, rows)], len(heads) // 2
+        handle.remove()
+        assert seen["modules"] == (n > FEW_ROWS)
+        for a, b in zip(want, got):
+            assert a.shape == b.shape and worst(a, b) < 1e-12
+        for one, other in zip(heads[:half], heads[half:]):
+            assert one[0] == other[0] and all(a.shape == b.shape and worst(a, b) < 1e-12
+                                              for a, b in zip(one[1:], other[1:]))
+    ids, twin = random_ids(1, 3)[0], copy.deepcopy(model)
+    before = model(ids)
+    for p in twin.parameters():
+        p.data.zero_()
+    twin.bare = twin.fuse_().bare
+    assert torch.equal(model(ids), before) and not twin(ids).any()
+
+
 def test_a_model_built_on_meta_can_be_given_memory_and_weights():
     model, ids = random_model(CONFIGS["llama3.1"], dtype=torch.float32), random_ids(1, 9)
     with torch.device("meta"):
@@ -815,6 +851,8 @@ def test_packed_weights_become_the_layers_they_are_given_to(family, tied, which)
     model = Llama.from_tensors(config, given, torch.float64, packed=Packed)
     assert torch.allclose(model(ids), want, atol=1e-12)
     assert torch.allclose(model.fuse_()(ids), want, atol=1e-12)
+    bare = model(ids[0], torch.arange(4), causal_attention)  # what is not joined is put side by side
+    assert model.bare and torch.allclose(bare, want[0], atol=1e-12)
     block = model.model["layers"][0]
     assert (block.self_attn.qkv_proj is None) == (which == "v") and (block.mlp.gate_up_proj is None) == (which == "up")
     assert isinstance(model.model["embed_tokens"], Packed.QuantEmbedding) == (which == "all")

@@ -1,4 +1,5 @@
 """packed.py against the definition in its docstring, computed entry by entry in float64."""
+import copy
 import os
 import platform
 import subprocess
@@ -252,6 +253,41 @@ def test_join_is_the_layers_behind_each_other(sizes, K, G, order, bits):
         assert joined(x).shape == (rows, sum(sizes)) and f"out_features={sum(sizes)}" in repr(joined)
     shared = {b.data_ptr() for layer in layers for n, b in layer.named_buffers() if n != "order"}
     assert not shared & {b.data_ptr() for n, b in joined.named_buffers() if n != "order"}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("extra", ["", "bias", "order"])
+def test_bare_is_the_layer_as_a_function(bits, extra):
+    """The same bits for every type and number of rows, also of rows that lie apart; a copy goes with its own layer."""
+    w = random_weight(64, 128, 4, bits, act_order=extra == "order")
+    layer = QuantLinear(w, torch.randn(64).bfloat16() if extra == "bias" else None)
+    for rows in (0, 1, 3, many(bits), 100):
+        for dtype in (torch.bfloat16, torch.float32):
+            x = torch.randn(rows, 2, 128, dtype=dtype)[:, 0]
+            assert torch.equal(layer.bare()(x), layer(x)) and layer.bare()(x).dtype == dtype
+    twin, x = copy.deepcopy(layer.bare()), torch.randn(1, 128).bfloat16()
+    before = layer(x)
+    for tensor in (t for t in (twin, *getattr(twin, "args", ())) if isinstance(t, torch.Tensor)):
+        tensor.zero_()
+    assert torch.equal(layer(x), before)
+
+
+@pytest.mark.skipif(not CPU_KERNEL or not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no native bfloat16")
+@pytest.mark.parametrize("kind", KINDS)
+def test_eight_bits_are_kept_expanded_for_more_rows(kind):
+    """pack_: from 5 rows on bfloat16, made at first need; with 1 at once and instead of the codes. 4 bits: never."""
+    w = random_weight(2112, 64, 2, 8, kind)
+    layer, whole, W = QuantLinear(w).pack_(), QuantLinear(w).pack_(1), definition(w)
+    assert whole.packed is None and whole.expanded is not None and layer.expanded is None
+    for rows in (0, 1, 4, 5, 16, 200):
+        for dtype in (torch.bfloat16, torch.float32):
+            x = torch.randn(rows, 64).to(dtype)
+            assert close(layer(x), x, W, torch.bfloat16) and close(whole(x), x, W, torch.bfloat16)
+            assert (layer.expanded is not None) == (rows >= packed.EXPAND_ROWS)
+            assert rows < packed.EXPAND_ROWS or torch.equal(layer(x), whole(x))
+    four = QuantLinear(random_weight(64, 64, 2, 4)).pack_(1)
+    four(torch.randn(8, 64))
+    assert four.expanded is None and four.packed is not None
 
 
 def test_join_refuses_what_is_unlike():
