@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -43,10 +44,11 @@ FEW_ROWS = 8  # sequences with at most so many new tokens share a padded batch,
 SHORT = 1024  # if they have at most so many keys: reading longer ones in place is faster than copying them
 MASK_CELLS = 1 << 23  # rows times keys of one mask at most
 FEW_KEYS = 32  # and lengths up to this count as alike, longer ones within a factor of two
+RUNS = 4  # of keys in the pool that one row reads where they lie; with more it reads a copy
 PIECE = 1024  # keys of a quantized cache that become floating point at once
 ROWS = 128  # of a longer prompt at once: keys that none of them sees are not read. torch reads half of them in vain
 PRODUCTS = 128  # rows of a product from which on, in bfloat16 on a CPU, plain products take 0.4 of torch's attention
-MANY_KEYS = 1024  # from which on, in bfloat16 on a CPU, plain products are faster for one row, too, see `_attend_one`
+MANY_KEYS = 768  # from which on, in bfloat16 on a CPU, plain products are faster for one row, too, see `_attend_one`
 
 # ------------------------------------------------------------------ the plain form
 
@@ -112,12 +114,12 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
         in_place = not alone and all(_in_a_row(cache) for cache in caches)
         memo["parts"] = _parts(block_table, kv_len, q_start, k_cache.shape[1], window, in_place,
                                0 if alone else FEW_ROWS)
-        memo["rows"], part = int(q_start[-1]), memo["parts"][0] if memo["parts"] else None
-        memo["one"] = part is not None and len(q) == part.B == part.n == 1 and part.run is not None
+        memo["rows"], part = q_start.tolist()[-1], memo["parts"][0] if memo["parts"] else None
+        memo["one"] = part is not None and len(q) == part.B == part.n == 1 and 0 < len(part.runs) <= RUNS
     assert memo["rows"] == len(q), f"q has {len(q)} rows, but q_start ends at {memo['rows']}"
     parts = memo["parts"]
     if memo["one"] and k_cache.dtype == q.dtype and not return_lse:
-        return _attend_one(q, caches, parts[0], scale)
+        return _attend_one(q, k_cache, v_cache, parts[0], scale)
     if len(parts) == 1 and parts[0].B * parts[0].n == len(q):  # nothing to put together
         out, lse = _attend_part(q, caches, parts[0], scale, return_lse)
         return (out, lse) if return_lse else out
@@ -143,8 +145,8 @@ class _Part:
     S: int  # keys of each, or of the longest
     W: int  # of these the last W are read, all that a window lets be seen; shorter sequences are padded to W
     window: int  # of a token; S if there is none
-    run: tuple[int, int] | None = None  # keys that lie in one run: the block and the token in it where they begin
-    slots: torch.Tensor | None = None  # (B * W,), where keys lie that are no run
+    runs: tuple = ()  # of one sequence that is read in place: the slot where each run of its keys begins, and its keys
+    slots: torch.Tensor | None = None  # (B * W,), where keys lie that are not one run
     hidden: torch.Tensor | None = None  # (B, n, W), of several sequences: True where a key is not seen
     masks: dict = field(default_factory=dict)  # by kind, see `_mask`
 
@@ -164,9 +166,9 @@ def _parts(block_table: torch.Tensor, kv_len: torch.Tensor, q_start: torch.Tenso
         if B == 1:
             first, blocks = S - part.W, block_table[b]
             numbers = blocks[first // block_size: -(-S // block_size)].tolist()
-            if in_place and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
-                part.run = numbers[0], first % block_size
-            else:
+            if in_place:
+                part.runs = _runs(numbers, block_size, first % block_size, part.W)
+            if len(part.runs) != 1:
                 t = torch.arange(first, S, device=device)
                 part.slots = blocks.index_select(0, t // block_size) * block_size + t % block_size
         else:
@@ -175,6 +177,20 @@ def _parts(block_table: torch.Tensor, kv_len: torch.Tensor, q_start: torch.Tenso
             _pad_together(part, table, ends, block_size)
         parts.append(part)
     return parts
+
+
+def _runs(blocks: list[int], block_size: int, skip: int, W: int) -> tuple[tuple[int, int], ...]:
+    """Where W keys lie, behind the first `skip` tokens of these blocks: the first slot of each run, and its length.
+
+    >>> _runs([5, 6, 2], 4, 1, 8)   # tokens 1 .. 3 of block 5, all of block 6, one of block 2
+    ((21, 7), (8, 1))
+    """
+    begins = [i for i, block in enumerate(blocks) if not i or block != blocks[i - 1] + 1] + [len(blocks)]
+    runs = []
+    for begin, end in pairwise(begins):
+        first, last = max(begin * block_size, skip), min(end * block_size, skip + W)
+        runs.append((blocks[begin] * block_size + first - begin * block_size, last - first))
+    return tuple(runs)
 
 
 def _pad_together(part: _Part, table: torch.Tensor, kv_len: torch.Tensor, block_size: int) -> None:
@@ -262,19 +278,28 @@ def _products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: _Part, r:
     return (scores.softmax(-1) @ v[:, 0])[:, None]
 
 
-def _attend_one(q: torch.Tensor, caches: tuple, part: _Part, scale: float) -> torch.Tensor:
-    """The one new token q (1, H, D) of one sequence whose keys lie in a run: decoding, at its shortest.
+def _attend_one(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, part: _Part,
+                scale: float) -> torch.Tensor:
+    """The one new token q (1, H, D) of one sequence whose keys lie in few runs: decoding, at its shortest.
 
     Many keys are plain products, as in `_products`, and with torch's usual order of factors reversed: keys times
     queries, (S, D) (D, group), for which keys need not be brought into another order. 4,097 keys take 205 us, the other
-    way round 450, as do torch's own attention and its scores' log-sum-exp of two halves 350.
+    way round 450, as does torch's own attention; in two runs, of a prefix that others share and what came after it,
+    they would have to be copied for that, and it were 460 instead of 260.
     """
-    (_, H, D), G, W = q.shape, caches[0].shape[2], part.W
-    k, v = (_read(cache, part) for cache in caches)  # (G, 1, W, D)
-    if W < MANY_KEYS or q.dtype != torch.bfloat16 or q.device.type != "cpu":
+    (_, H, D), G = q.shape, k_cache.shape[2]
+    if part.W < MANY_KEYS or q.dtype != torch.bfloat16 or q.device.type != "cpu":
+        k, v = _read(k_cache, part), _read(v_cache, part)  # (G, 1, W, D)
         return F.scaled_dot_product_attention(q.view(G, 1, H // G, D), k, v, scale=scale).view(1, H, D)
-    scores = k[:, 0] @ (q.view(G, H // G, D) * scale).mT  # (G, W, group)
-    return (scores.mT.softmax(-1) @ v[:, 0]).view(1, H, D)
+    queries = (q.view(G, H // G, D) * scale).mT  # (G, D, group)
+    keys, values = ([_run(cache, *run)[:, 0] for run in part.runs] for cache in (k_cache, v_cache))
+    if len(keys) == 1:
+        return ((keys[0] @ queries).mT.softmax(-1) @ values[0]).view(1, H, D)  # (G, W, group), (G, group, D)
+    weights = torch.cat([k @ queries for k in keys], 1).mT.softmax(-1).split([n for _, n in part.runs], -1)
+    out = weights[0] @ values[0]
+    for w, v in zip(weights[1:], values[1:]):
+        out.baddbmm_(w, v)
+    return out.view(1, H, D)
 
 
 def _mask(part: _Part, r: int, since: int, last: int, group: int, q: torch.Tensor, additive: bool,
@@ -307,15 +332,20 @@ def _read(cache: torch.Tensor, part: _Part) -> torch.Tensor:
 
     Slots behind S are cut off before anything is computed: masking their scores would not do, 0 * NaN is NaN.
     """
-    if part.run is not None:  # one operation instead of four: this runs twice a layer and step
-        block, token, head, dim = cache.stride()
-        at = cache.storage_offset() + part.run[0] * block + part.run[1] * token
-        return cache.as_strided((cache.shape[2], 1, part.W, cache.shape[3]), (head, 0, token, dim), at)
+    if len(part.runs) == 1:
+        return _run(cache, *part.runs[0])
     if _in_a_row(cache):
         picked = cache.flatten(0, 1).transpose(0, 1).index_select(1, part.slots)  # 5 times faster than indexing
     else:
         picked = cache[part.slots // cache.shape[1], part.slots % cache.shape[1]].transpose(0, 1)
     return picked.unflatten(1, (part.B, part.W))
+
+
+def _run(cache: torch.Tensor, slot: int, n: int) -> torch.Tensor:
+    """The n keys from this slot on, a view (G, 1, n, D): one operation instead of four, as it runs twice a layer."""
+    _, token, head, dim = cache.stride()
+    at = cache.storage_offset() + slot * token
+    return cache.as_strided((cache.shape[2], 1, n, cache.shape[3]), (head, 0, token, dim), at)
 
 
 # ------------------------------------------------------------------ one product with keys, one with values

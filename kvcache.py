@@ -259,6 +259,7 @@ class PagedKVCache:
         dtype = _stored_as(dtype)
         self.n_blocks, self.block_size, self.max_seq_len = n_blocks, block_size, max_seq_len
         self.dtype, self.window, self.device, self.attention = dtype, window, torch.device(device), attention
+        self._along: list[torch.Tensor] = []  # see copy_along
         self.scale, self.stats = head_dim ** -0.5, Stats()
         G, D, blocks = n_kv_head, head_dim, n_blocks + 1  # the last block is the trash block
 
@@ -387,7 +388,7 @@ class PagedKVCache:
             step = self._describe(plan, tables, rows)
             for seq in copiers:
                 old = self._sequences[seq].blocks
-                for pool in self._pools():
+                for pool in (*self._pools(), *self._along):
                     pool[tables[seq][len(old) - 1]].copy_(pool[old[-1]])
         except BaseException:  # an interrupt, no memory for the tensors
             for block in taken:
@@ -648,6 +649,10 @@ class PagedKVCache:
 
     # ---- tensors
 
+    def copy_along(self, pool: torch.Tensor) -> None:
+        """From now on, whenever a block is copied on write, its row of this pool (n_blocks + 1, ...) is copied too."""
+        self._along.append(pool)
+
     def _pools(self) -> list[torch.Tensor]:
         return [*self.k, *self.v, *(self.k_scale or ()), *(self.v_scale or ())]
 
@@ -671,8 +676,9 @@ class PagedKVCache:
         run = slice(slots[0], slots[-1] + 1) if run else None
         parts = [tokens, positions, slots, rows, padded, kv_len, q_start]
         flat = torch.tensor([x for part in parts for x in part], dtype=torch.int64).to(self.device, non_blocking=True)
-        tokens, positions, slots, rows, *short = flat.split([len(part) for part in parts])
-        block_table, kv_len, q_start = (x.int() for x in short)
+        sizes = [len(part) for part in parts]
+        tokens, positions, slots, rows, short = flat.split_with_sizes((*sizes[:4], sum(sizes[4:])))
+        block_table, kv_len, q_start = short.int().split_with_sizes(sizes[4:])
         block_table, n_new = block_table.view(-1, width), tuple(len(ids) for ids in plan.values())
         attend = partial(self._attend, slots if run is None else run, block_table, kv_len, q_start, max(n_new), {})
         return Step(tokens, positions, slots, block_table, kv_len, q_start, tuple(plan), n_new, max(n_new), rows,

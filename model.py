@@ -259,7 +259,9 @@ class Rotary(nn.Module):
         if self.inv_freq.device != positions.device:  # once, at first use on a GPU
             self.inv_freq = self.inv_freq.to(positions.device)
         angles = positions[..., None, None].double() * self.inv_freq  # (*, 1, D/2)
-        cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        cos, sin = angles.cos(), angles.sin()
+        if self.attention_factor != 1:
+            cos, sin = cos * self.attention_factor, sin * self.attention_factor
         dtype = torch.float64 if dtype == torch.float64 else torch.float32
         # sin carries the sign of the rotation, so that `rotate` is one multiply-add: (*, 1, D)
         return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
@@ -456,15 +458,14 @@ def _bare_block(heads: tuple[int, int, int], norm: Callable, qkv: Callable, qk_n
     operations: a step of one token of the 4-bit SmolLM2-135M takes 6.1 ms instead of 8.2.
     """
     H, G, D = heads
-    qk, v = qkv(norm(x)).split_with_sizes(((H + G) * D, G * D), -1)  # `split` is 1 us of Python
-    qk, v = qk.view(-1, H + G, D), v.view(-1, G, D)
+    qk, v = qkv(norm(x)).view(-1, H + 2 * G, D).split_with_sizes((H + G, G), -2)  # (N, H + G, D), (N, G, D)
     if qk_norms is not None:
         q, k = (f(part[:, :, None] * sign) for f, part in zip(qk_norms, qk.split_with_sizes((H, G), -2)))
         qk = torch.cat((q, k), -2)
     q, k = rotate(qk, cos, sin).split_with_sizes((H, G), -2)
-    x = torch.addcmul(x, o(attend(q, k, v).flatten(-2))[:, None], sign)
+    x = torch.addcmul(x, o(attend(q, k, v).flatten(-2)).unsqueeze(1), sign)
     gate, up = gate_up(mlp_norm(x)).chunk(2, -1)
-    return torch.addcmul(x, down(F.silu(gate).mul_(up))[:, None], sign)
+    return torch.addcmul(x, down(F.silu(gate).mul_(up)).unsqueeze(1), sign)
 
 
 class Llama(nn.Module):

@@ -43,7 +43,7 @@ class Ours:
             self.cache.free(("bench", b))
         self.batch = len(prompts)
         for b in range(self.batch):
-            self.cache.add(("bench", b))
+            self.cache.add(("bench", b), shared=0)  # as new: no block of an earlier round stands in for one of this
         chunk = max(1, generate.CHUNK // self.batch)
         for i in range(0, len(prompts[0]), chunk):
             tokens = self._extend([ids[i: i + chunk] for ids in prompts])

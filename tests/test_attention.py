@@ -259,7 +259,36 @@ def test_what_lies_in_a_run_is_read_in_place():
             assert view.data_ptr() == cache[table[0] + first // 4, first % 4].data_ptr()
             assert view.shape == (2, 1, 13 - first, 8)
     [part] = _parts(torch.tensor([[2, 1, 0]]), torch.tensor([12]), torch.tensor([0, 1]), 4, 7, True)
-    assert part.run is None and torch.equal(_read(caches[0], part)[0, 0, :3], caches[0][1, 1:, 0])
+    assert part.runs == ((5, 3), (0, 4)) and torch.equal(_read(caches[0], part)[0, 0, :3], caches[0][1, 1:, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("window", [None, 1, 6, 30, 43])
+@pytest.mark.parametrize("pieces", [1, 2, 3, 4, 5, 12])
+def test_one_row_reads_few_runs_where_they_lie(monkeypatch, pieces, window, dtype):
+    """A prefix that others share lies in one run, what came after it in another; with more than four they are copied,
+    and in other types than bfloat16. Around the fewest keys for it, with and without a last block that is full."""
+    monkeypatch.setattr(attention, "MANY_KEYS", 9)
+    for S in (8, 9, 10, 44, 45, 48):
+        arguments, expected, _ = ragged([(S, 1)], 4, 3, 16, 9, window=window, layout="head-major", in_order=True)
+        count = -(-S // 4)
+        cuts = sorted(random.Random(S).sample(range(1, count), min(pieces, count) - 1))
+        parts = [range(a, b) for a, b in zip((0, *cuts), (*cuts, count))][::-1]  # the last one first in the pool
+        order = [i for part in parts for i in part]  # place in the pool -> block of the sequence
+        table = [order.index(i) for i in range(count)]
+        for name in ("k_cache", "v_cache"):
+            moved = pool(*arguments[name].shape, dtype, "head-major")
+            moved[: count] = arguments[name][torch.tensor(order)].to(dtype)
+            arguments[name] = moved
+        arguments.update(block_table=torch.tensor([table], dtype=torch.int32), q=arguments["q"].to(dtype))
+        copies = []
+        monkeypatch.setattr(attention, "_read", lambda *a, copies=copies: copies.append(a) or _read(*a))
+        assert_near(paged_attention(**arguments), reference_attention(**arguments).double(), dtype)
+        assert (paged_attention(**arguments).double() - expected).abs().max() < 0.05  # inputs rounded, too
+        seen = min(S, window or S)
+        blocks = table[(S - seen) // 4:]
+        runs = 1 + sum(b != a + 1 for a, b in itertools.pairwise(blocks))
+        assert bool(copies) == (dtype != torch.bfloat16 or seen < 9 or runs > 4)
 
 
 def test_every_code_of_fp8_is_read_exactly():
