@@ -248,7 +248,8 @@ class Batcher:
         r, (checked, decoders) = request, self.check(request)
         allowed = [None if r.constraint is None else r.constraint() for _ in decoders]
         ends = self.eos_ids if r.constraint is not None or not r.ignore_eos else frozenset()
-        r.ends = ends | (decoders[0].stop_ids if decoders[0] else set())
+        ends = ends | (decoders[0].stop_ids if decoders[0] else set())
+        r.ends = frozenset(i for i in ends if 0 <= i < self.vocab_size)  # what no row of logits has cannot come
         r.params = self.sampling.params([r.sampling], self.vocab_size)
         off = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
         r.penalised = any(checked.get(name, value) != value for name, value in off.items())

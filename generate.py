@@ -3,7 +3,8 @@
     python generate.py "Why is the sky blue?"
     python generate.py --prompts questions.txt --out answers.jsonl
 
-What it does is composed in llm.py, whose `load` is here too, so that from Python it is three lines:
+What it does is composed in llm.py, and for a file of prompts in job.py. llm.py's `load` is here too, so that from
+Python it is three lines:
 
     import generate
     llm = generate.load()                                  # or a path: a .gguf file, a Hugging Face folder
@@ -16,21 +17,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import queue
 import signal
 import statistics
 import sys
-import threading
-import time
 import warnings
-from array import array
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
-from heapq import heappop, heappush
+from collections.abc import Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 if __name__ == "__main__":  # Ctrl-C while torch is imported just ends the program; `main` then takes over
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -39,17 +32,15 @@ if __name__ == "__main__":  # Ctrl-C while torch is imported just ends the progr
 
 import torch
 
-import batching
-import parallel
-import prompts as prompt_files
-import replicas
-import traffic
-from llm import BEAMS, BESIDE, CHUNK, DTYPES, FORM, KV_GIB, LLM, Answer, load
+import job
+import ranks
+from job import drafting, sample_json, say
+from llm import BEAMS, BESIDE, CHUNK, KV_GIB, LLM, Answer, load
+from loading import DTYPES
 
 __all__ = ["BESIDE", "CHUNK", "KV_GIB", "LLM", "Answer", "load", "main"]
 
 MOST_SCHEMA = 1 << 20  # characters of a schema that are read; grammar.py takes fewer
-AHEAD = 1024  # lines of a prompts file read before their time has come
 
 # ------------------------------------------------------------------ the command line
 
@@ -67,13 +58,25 @@ EXAMPLES = """examples:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # one line, not a page of usage, and one of several ranks says it
-        quiet = parallel.launched() and os.environ["RANK"] != "0"
+        quiet = ranks.launched() and os.environ["RANK"] != "0"
         self.exit(2, None if quiet else f"error: {' '.join(message.split())} (--help lists the flags)\n")
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _Parser(description="Text from a language model.", epilog=EXAMPLES, allow_abbrev=False,
                      formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=110))
+    _add_what_is_asked(parser)
+    _add_how_it_runs(parser)
+    args = parser.parse_args(argv)
+    _check(args, parser)
+    if args.json_schema is not None:
+        args.json_schema = _schema(args.json_schema, parser)
+    args.k = int(args.k) if args.k.isdecimal() else args.k
+    return args
+
+
+def _add_what_is_asked(parser: argparse.ArgumentParser) -> None:
+    """The prompt, the model, and the flags that are an answer's own."""
     add = parser.add_argument
     add("prompt", nargs="?", help="the question; without one, what is piped in, else a conversation")
     add("--model", metavar="PATH", help="a .gguf file, a Hugging Face folder (also GPTQ, AWQ, compressed-tensors), a "
@@ -107,6 +110,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "though better ones may come")
     add("--min-tokens", type=int, metavar="N", help="no end before so many tokens (default: 0)")
     add("--ignore-eos", action="store_true", help="go on after the model's end-of-text token")
+
+
+def _add_how_it_runs(parser: argparse.ArgumentParser) -> None:
+    """The flags of a file of prompts, of the machine, and of what is printed."""
+    add = parser.add_argument
     add("--prompts", metavar="FILE", help="answer a file: a prompt a line, or JSONL with a prompt, messages or "
         'prompt_ids and parameters of its own a line, and "at", the second of its arrival; - is standard input')
     add("--out", metavar="FILE", help="with --prompts, where the answers go, JSONL (default: standard output)")
@@ -115,8 +123,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--replicas", type=int, default=1, metavar="N", help="with --prompts, so many copies of the model, each in a "
         "process and, if there are GPUs, on one of its own; who shares a beginning shares a replica (default: 1)")
     add("--token-budget", type=int, default=CHUNK, metavar="N", help=f"most tokens of one pass (default: {CHUNK})")
-    add("--compile", action="store_true", help="on a CPU, run decode steps compiled, 1.5 to 2 times as fast; the first "
-        "time compiling takes a minute or two (needs a C++ compiler)")
+    add("--compile", action="store_true", help="on a CPU, run decode steps compiled, 1.2 to 1.6 times as fast; the "
+        "first time compiling takes a minute or two (needs a C++ compiler)")
     add("--no-graphs", action="store_true", help="on CUDA, launch kernels one by one")
     add("--draft", metavar="HOW", help="speculative decoding, which changes no answer: ngram (what followed the same "
         "words before), or the path of a smaller model of the same vocabulary")
@@ -141,38 +149,34 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--json", action="store_true", help="print one JSON object instead of streaming text")
     add("--quiet", action="store_true", help="no statistics on standard error")
     add("--debug", action="store_true", help="a traceback with errors")
-    args = parser.parse_args(argv)
-    if args.threads is not None and args.threads < 1:
-        parser.error(f"--threads is {args.threads}, but must be 1 or more")
-    if args.logprobs is not None and not args.json and args.prompts is None:
-        parser.error("--logprobs needs --json or --prompts")
-    if args.system is not None and args.raw:
-        parser.error("--system needs the chat template, which --raw leaves out")
-    if args.prompts is not None and (args.prompt is not None or args.json):
-        parser.error("--prompts takes its prompts from a file and always writes JSON; leave out the prompt and --json")
-    if args.prompts is None and (args.out is not None or args.resume):
-        parser.error("--out and --resume go with --prompts")
-    if args.draft is None and (args.k != "auto" or args.compare):
-        parser.error("--k and --compare go with --draft")
-    if args.beams is None and (args.length_penalty is not None or args.early_stopping):
-        parser.error("--length-penalty and --early-stopping go with --beams")
-    if args.beams is not None and args.draft is not None:
-        parser.error("--beams keeps no single text that drafts could go on with; leave out --draft")
-    if args.beams is not None and args.deterministic:
-        parser.error("--beams cuts its prompt and shares its blocks in its own way; leave it out, or --deterministic")
-    if args.beams is not None and args.prompts is not None:
-        parser.error("--beams searches for one answer at a time; give a prompt in place of --prompts")
-    if args.compare and (args.prompts is not None or args.json):
-        parser.error("--compare goes with a single prompt, and without --json")
-    if args.json_schema is not None:
-        args.json_schema = _schema(args.json_schema, parser)
-    args.k = int(args.k) if args.k.isdecimal() else args.k
-    if args.replicas > 1 and (args.prompts is None or parallel.launched()):
-        parser.error("--replicas goes with --prompts, and without torchrun, whose processes share one model")
-    for name in ("max_batch", "token_budget", "replicas"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}, but must be 1 or more")
-    return args
+
+
+def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """An error for flags that do not go together, or cannot be meant."""
+    many, beams = args.prompts is not None, args.beams is not None
+    wrong = [
+        (args.threads is not None and args.threads < 1, f"--threads is {args.threads}, but must be 1 or more"),
+        (args.logprobs is not None and not args.json and not many, "--logprobs needs --json or --prompts"),
+        (args.system is not None and args.raw, "--system needs the chat template, which --raw leaves out"),
+        (many and (args.prompt is not None or args.json), "--prompts takes its prompts from a file and always writes "
+         "JSON; leave out the prompt and --json"),
+        (not many and (args.out is not None or args.resume), "--out and --resume go with --prompts"),
+        (args.draft is None and (args.k != "auto" or args.compare), "--k and --compare go with --draft"),
+        (not beams and (args.length_penalty is not None or args.early_stopping), "--length-penalty and "
+         "--early-stopping go with --beams"),
+        (beams and args.draft is not None, "--beams keeps no single text that drafts could go on with; leave out "
+         "--draft"),
+        (beams and args.deterministic, "--beams cuts its prompt and shares its blocks in its own way; leave it out, or "
+         "--deterministic"),
+        (beams and many, "--beams searches for one answer at a time; give a prompt in place of --prompts"),
+        (args.compare and (many or args.json), "--compare goes with a single prompt, and without --json"),
+        (args.replicas > 1 and (not many or ranks.launched()), "--replicas goes with --prompts, and without "
+         "torchrun, whose processes share one model"),
+        *((getattr(args, name) < 1, f"--{name.replace('_', '-')} is {getattr(args, name)}, but must be 1 or more")
+          for name in ("max_batch", "token_budget", "replicas"))]
+    for is_so, why in wrong:
+        if is_so:
+            parser.error(why)
 
 
 def _schema(path: str, parser: argparse.ArgumentParser) -> str:
@@ -187,14 +191,23 @@ def _schema(path: str, parser: argparse.ArgumentParser) -> str:
 
 
 def _options(args: argparse.Namespace) -> dict:
+    """What the flags ask of an answer: options of LLM.answer."""
     names = ("max_tokens", "min_tokens", "ignore_eos", "stop", "seed", "n", "logprobs", "temperature", "top_k", "top_p",
              "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "json_schema", "regex", *BEAMS)
     return {name: getattr(args, name) for name in names}
 
 
-def _say(text: str) -> None:
-    if sys.stderr is not None:  # closed
-        print(text, file=sys.stderr, flush=True)
+def _load(args: argparse.Namespace, group: ranks.Group | None = None) -> LLM:
+    """The model that the flags ask for."""
+    several = args.prompts or args.n > 1 or (args.beams or 1) > 1  # samples in a step: a second function to compile
+    return load(args.model, dtype=args.dtype, device=args.device, context=args.context, repack=args.repack,
+                quantize=args.quantize, kv_dtype=args.kv_dtype, kv_memory=args.kv_memory, max_batch=args.max_batch,
+                token_budget=args.token_budget, graphs=not args.no_graphs, draft=args.draft, k=args.k,
+                compile=(args.max_batch if several else 1) if args.compile else 0, deterministic=args.deterministic,
+                group=group)
+
+
+# ------------------------------------------------------------------ one prompt
 
 
 @contextmanager
@@ -232,16 +245,8 @@ def _statistics(llm: LLM, answer: Answer) -> str:
         parts.append(f"{'found' if answer.scores else 'first token'} after {answer.ttft_s:.2f} s")
     speed = f" at {answer.tokens_per_s:.1f} tokens/s" if answer.tokens_per_s else ""
     several = f" and {len(answer.samples) - 1} more answers" if len(answer.samples) > 1 else ""
-    parts += [f"{len(answer.ids)} tokens{speed}{several}", *_drafting(llm)]
+    parts += [f"{len(answer.ids)} tokens{speed}{several}", *drafting(llm)]
     return " | ".join([*parts, *(f"score {score:.4f}" for score in answer.scores[:1]), f"{answer.finish_reason}"])
-
-
-def _drafting(llm: LLM) -> list[str]:
-    s = llm.batcher.stats
-    if llm.drafter is None or not s.generated:
-        return []
-    rate = f", {s.accepted / s.drafted:.0%} accepted" if s.drafted else ""
-    return [f"{s.drafted} drafts{rate}, {s.generated / s.turns:.2f} tokens a pass"]
 
 
 def _compare(llm: LLM, prompt_ids: Sequence[int], args: argparse.Namespace) -> str:
@@ -276,29 +281,21 @@ def _note_idle_flags(llm: LLM, args: argparse.Namespace) -> None:
     idle += ["n"] if args.n > 1 else []
     if args.beams is not None:
         if args.seed is not None and not args.quiet:
-            _say("note: --seed changes nothing with --beams, which draws nothing")
+            say("note: --seed changes nothing with --beams, which draws nothing")
     elif idle and args.temperature is None and llm.defaults.get("temperature") == 0 and not args.quiet:
-        _say(f"note: --{idle[0].replace('_', '-')} changes nothing at temperature 0; add --temperature")
-
-
-def _sample(s: batching.Sample) -> dict:
-    """What JSON tells of a sample."""
-    found = {"ids": s.ids, "text": s.text, "finish_reason": s.finish_reason}
-    if s.request.logprobs is not None:
-        found["logprobs"] = s.logprobs
-    return found if s.error is None else {**found, "error": s.error}
+        say(f"note: --{idle[0].replace('_', '-')} changes nothing at temperature 0; add --temperature")
 
 
 def _one(llm: LLM, prompt: str, args: argparse.Namespace) -> int:
     answer = llm.answer(llm.encode(prompt, raw=args.raw, system=args.system), **_options(args))
     if not args.quiet:
-        _say(llm.about)
+        say(llm.about)
     _note_idle_flags(llm, args)
     if args.json:
         with _ctrl_c_aborts(answer):
             for _ in answer:
                 pass
-        first, *more = [_sample(s) for s in answer.samples]
+        first, *more = [sample_json(s) for s in answer.samples]
         for told, score in zip((first, *more), answer.scores):
             told["score"] = score
         result = {"prompt_ids": answer.prompt_ids, **{k: v for k, v in first.items() if k != "logprobs"},
@@ -312,10 +309,13 @@ def _one(llm: LLM, prompt: str, args: argparse.Namespace) -> int:
     else:
         _stream(answer)
     if not args.quiet:
-        _say(_statistics(llm, answer))
+        say(_statistics(llm, answer))
     if args.compare and answer.finish_reason != "abort":
-        _say(_compare(llm, answer.prompt_ids, args))
+        say(_compare(llm, answer.prompt_ids, args))
     return 130 if answer.finish_reason == "abort" else 0
+
+
+# ------------------------------------------------------------------ a conversation
 
 
 def _fit(llm: LLM, messages: Sequence[dict], room: int) -> tuple[list[int], list[dict]]:
@@ -332,7 +332,7 @@ def _fit(llm: LLM, messages: Sequence[dict], room: int) -> tuple[list[int], list
                          f"tokens, but the context is {llm.context}; shorten it")
     dropped = len(messages) - len(system) - len(turns)
     if dropped:
-        _say(f"(no longer within the context of {llm.context} tokens, dropped: the oldest {dropped} message"
+        say(f"(no longer within the context of {llm.context} tokens, dropped: the oldest {dropped} message"
              f"{'s' if dropped > 1 else ''})")
     return ids, [*system, *turns]
 
@@ -348,8 +348,11 @@ def _chat(llm: LLM, args: argparse.Namespace) -> int:
     options, turn = _options(args), 0
     llm.answer(llm.encode_chat([*messages, {"role": "user", "content": ""}]), **options)  # mistakes show now, not later
     _note_idle_flags(llm, args)
+    torchrun = llm.group is not None and "TORCHELASTIC_RUN_ID" in os.environ  # a Ctrl-C ends it, and it all ranks
     if not args.quiet:
-        _say(f"{llm.about}\ncontext {llm.context} tokens; Ctrl-C ends an answer, Ctrl-D the conversation")
+        keys = "Ctrl-C ends an answer, Ctrl-D the conversation"
+        keys = "Ctrl-D ends the conversation; Ctrl-C ends torchrun, with a traceback of its own" if torchrun else keys
+        say(f"{llm.about}\ncontext {llm.context} tokens; {keys}")
     while True:
         try:
             text = input("> ")
@@ -358,6 +361,8 @@ def _chat(llm: LLM, args: argparse.Namespace) -> int:
             return 0
         except KeyboardInterrupt:
             print()
+            if torchrun:
+                return 130
             continue
         if not text.strip():
             continue
@@ -369,273 +374,38 @@ def _chat(llm: LLM, args: argparse.Namespace) -> int:
         except (ValueError, ArithmeticError, RuntimeError) as error:  # the conversation stays as it was
             if args.debug:
                 raise
-            _say(f"error: {error}")
+            say(f"error: {error}")
             continue
+        if torchrun and answer.finish_reason == "abort":
+            return 130
         if answer.text:  # an answer that was ended before it began leaves no trace
             messages = [*kept, {"role": "assistant", "content": answer.text}]
         if args.seed is not None:  # each turn its own randomness, all of it from one seed
             turn += 1
             options["seed"] = args.seed + turn
         if not args.quiet:
-            _say(_statistics(llm, answer))
+            say(_statistics(llm, answer))
 
 
-def _load(args: argparse.Namespace, group: parallel.Group | None = None) -> LLM:
-    several = args.prompts or args.n > 1 or (args.beams or 1) > 1  # samples in a step: a second function to compile
-    return load(args.model, dtype=args.dtype, device=args.device, context=args.context, repack=args.repack,
-                quantize=args.quantize, kv_dtype=args.kv_dtype, kv_memory=args.kv_memory, max_batch=args.max_batch,
-                token_budget=args.token_budget, graphs=not args.no_graphs, draft=args.draft, k=args.k,
-                compile=(args.max_batch if several else 1) if args.compile else 0, deterministic=args.deterministic,
-                group=group)
+# ------------------------------------------------------------------ the program
 
 
-def _completed(line: prompt_files.Line, args: argparse.Namespace, model: str) -> prompt_files.Line:
-    """What is asked of all is asked of this line too, and is part of what its answer is known by."""
-    if line.error is not None:
-        return line
-    own = {"raw": args.raw, "system": None if line.options.get("raw") else args.system}
-    own = {k: v for k, v in own.items() if v} if isinstance(line.prompt, str) else {}
-    shared = {k: v for k, v in _options(args).items() if v is not None and v != []}
-    if not set(FORM).isdisjoint(line.options):  # a line's own form is in place of the one that is asked of all
-        shared = {k: v for k, v in shared.items() if k not in FORM}
-    return line._replace(options={**shared, **own, "model": model, **line.options})
+def _answer(args: argparse.Namespace, group: ranks.Group | None) -> int:
+    """A file of prompts, one prompt or a conversation, whichever is asked for -> the exit code."""
+    prompt = args.prompt
+    if args.prompts is not None:
+        return job.run(args, _options(args), _load, group)
+    if sys.stdout is None or (prompt is None and sys.stdin is None):
+        raise ValueError("standard output, or standard input without a prompt, is closed")
+    if prompt is None and not sys.stdin.isatty():
+        prompt = sys.stdin.read() if args.raw else sys.stdin.read().strip("\n")
+    if prompt is not None and not prompt.strip() and not args.raw:
+        raise ValueError("the prompt is empty")
+    llm = _load(args, group)
+    return _chat(llm, args) if prompt is None else _one(llm, prompt, args)
 
 
-def _summary(times: list[traffic.Timeline], wall: float, s: batching.Stats, drafting: list[str], errors: int,
-             before: int) -> str:
-    """What became of a file of prompts, for people."""
-    hits = f", {s.cached / s.prompt:.0%} of them cached" if s.prompt else ""
-    before = f"; {before} were answered before" if before else ""
-    parts = [f"{s.prompt:,} prompt tokens{hits}", f"{s.preempted:,} preemptions", *drafting, f"{errors} errors{before}"]
-    return traffic.describe(traffic.summary(times, wall)) + "\n" + "; ".join(parts)
-
-
-def _read_ahead(lines: Iterator) -> queue.Queue:
-    """What comes of lines, as it comes: standard input may keep us waiting. Behind it None, or the exception in it."""
-    read: queue.Queue = queue.Queue(AHEAD)
-
-    def feed() -> None:
-        try:
-            for line in lines:
-                read.put(line)
-            read.put(None)
-        except Exception as error:
-            read.put(error)
-
-    threading.Thread(target=feed, daemon=True).start()
-    return read
-
-
-class _Job:
-    """A file of prompts to a file of answers, as they finish. `at` must ascend, but for AHEAD lines."""
-
-    def __init__(self, llm: LLM, args: argparse.Namespace, lines: Iterator, results: prompt_files.Results, bar):
-        self.llm, self.lines, self.results, self.bar = llm, lines, results, bar
-        llm.batcher = llm.new_batcher(chunk=None)  # nobody reads along: long pieces of prompts cost less in all
-        self.args, self.quiet = args, args.quiet
-        llm.answer([0], **_options(args))  # a flag that no line could do with is refused now
-        # An answer is known by what it was asked of: the model, and how it runs.
-        self.model = f"{llm.name} {llm.weights} {sorted(llm.defaults.items())} {llm.fingerprint}"
-        self.model += " deterministic" if args.deterministic else ""
-        self.waiting: list[tuple[float, int, prompt_files.Line]] = []  # a heap of those read, by arrival
-        self.ended: deque[tuple] = deque()  # answers to be written
-        self.times: list[traffic.Timeline] = []  # of every sample
-        self.done = self.broken = 0
-        self.begin = time.perf_counter()
-
-    def run(self) -> None:
-        batcher, more, read = self.llm.batcher, True, _read_ahead(self.lines)
-        while more or self.waiting or batcher.live:
-            idle = not (self.waiting or batcher.live)
-            while more and len(self.waiting) < AHEAD and (idle or not read.empty()):
-                line, idle = read.get(), False
-                if isinstance(line, Exception):
-                    raise line
-                more = line is not None
-                if more:
-                    self._take(line)
-            now = time.perf_counter() - self.begin
-            while self.waiting and self.waiting[0][0] <= now and len(batcher.live) < 2 * batcher.max_batch:
-                self._submit(heappop(self.waiting)[2])
-            if batcher.live:
-                batcher.step()
-            elif self.waiting:
-                time.sleep(min(0.02, max(0.0, self.waiting[0][0] - now)))
-            while self.ended:  # subtle: here, as the batcher takes what a listener raises for the request's own fault
-                self._write(*self.ended.popleft())
-
-    def _take(self, line: prompt_files.Line) -> None:
-        line = _completed(line, self.args, self.model)
-        if self.results.done(line):
-            self.done += 1
-            self.broken += line.error is not None
-        else:
-            heappush(self.waiting, (line.at, line.number, line))
-
-    def _submit(self, line: prompt_files.Line) -> None:
-        if line.error is not None:
-            return self._finish(prompt_files.head(line), line.error)
-        options = {k: v for k, v in line.options.items() if k not in ("raw", "system", "model")}
-        try:
-            if isinstance(line.prompt, str):
-                ids = self.llm.encode(line.prompt, raw=line.options.get("raw", False),
-                                      system=line.options.get("system"))
-            elif isinstance(line.prompt[0], dict):
-                ids = self.llm.encode_chat(line.prompt)
-            else:
-                ids = line.prompt
-            answer = self.llm.answer(ids, **options)
-            n = answer.request.n
-            times = [traffic.Timeline(line.at, array("d")) for _ in range(n)]  # type: ignore[arg-type]
-            answer.request.on_event = partial(self._hear, line, answer, times, set(range(n)))
-            answer.begin()
-        except ValueError as error:
-            why = f"line {line.number}: {' '.join(str(error).split())}"
-            self._finish({**prompt_files.head(line), "error": why, "finish_reason": "error"}, why)
-
-    def _hear(self, line: prompt_files.Line, answer: Answer, times: list[traffic.Timeline], running: set[int],
-              event: batching.Event) -> None:
-        if event.token is not None:
-            times[event.sample].times.append(time.perf_counter() - self.begin)
-        if event.finish_reason is not None:
-            running.discard(event.sample)
-            if not running:
-                self.ended.append((line, answer, times))
-
-    def _write(self, line: prompt_files.Line, answer: Answer, times: list[traffic.Timeline]) -> None:
-        self.times += times
-        record = {**prompt_files.head(line), "prompt_tokens": len(answer.prompt_ids), "cached_tokens": answer.cached,
-                  "samples": [_sample(s) for s in answer.samples],
-                  **{f"{name}_s": getattr(times[0], name) for name in ("ttft", "tpot", "e2e")}}
-        errors = [s.error for s in answer.samples if s.error]
-        self._finish(record, f"line {line.number}: {errors[0]}" if errors else None)
-
-    def _finish(self, record: dict, error: str | None) -> None:
-        try:
-            self.results.write(record)
-        except BrokenPipeError:
-            raise
-        except OSError as failure:
-            raise ValueError(f"{self.results.name} cannot be written: {failure.strerror}; make room, then go on with "
-                             "--resume") from None
-        self.bar.update()
-        if error is not None:
-            self.broken += 1
-            if not self.quiet and sys.stderr is not None:
-                self.bar.write(f"error: {error}", file=sys.stderr)
-
-    def about(self) -> str:
-        return _summary(self.times, time.perf_counter() - self.begin, self.llm.batcher.stats, _drafting(self.llm),
-                        self.broken, self.done)
-
-
-class _Sender:
-    """Results, for a replica: what it has answered goes to the process that writes."""
-
-    def __init__(self, send):
-        self.write = partial(send, done=True)
-
-    def done(self, line: prompt_files.Line) -> bool:
-        return False
-
-
-def _replica(number: int, lines: Iterator, send, args: argparse.Namespace) -> None:
-    """One of --replicas: answers the lines that it is sent. On GPUs each has one of its own, as far as they go."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(args.threads or max(1, torch.get_num_threads() // args.replicas))
-    if args.device in ("auto", "cuda") and torch.cuda.is_available():
-        args.device = f"cuda:{number % torch.cuda.device_count()}"
-        torch.cuda.set_device(args.device)
-    args.quiet = True
-    llm = _load(args)
-    job = _Job(llm, args, lines, _Sender(send), SimpleNamespace(update=lambda: None))  # type: ignore[arg-type]
-    send((llm.about, job.model))
-    job.run()
-    send((job.times, llm.batcher.stats))
-
-
-class _Routed:
-    """A file of prompts to several replicas, and what they answer to one file."""
-
-    _finish: Callable = _Job._finish
-
-    def __init__(self, args: argparse.Namespace, results: prompt_files.Results, model: str, bar):
-        self.args, self.results, self.model, self.bar, self.quiet = args, results, model, bar, args.quiet
-        self.done = self.broken = 0
-        self.times: list[traffic.Timeline] = []
-        self.stats, self.begin = batching.Stats(), time.perf_counter()
-
-    def run(self, pool: replicas.Replicas, lines: Iterator) -> None:
-        for _, value in pool.run(self._asked(lines)):
-            if isinstance(value, dict):  # a record; the errors of its samples name no line
-                errors = [f"line {value['line']}: {s['error']}" for s in value.get("samples", ()) if "error" in s]
-                self._finish(value, value.get("error") or next(iter(errors), None))
-            else:
-                times, stats = value
-                self.times += times
-                for name in ("prompt", "cached", "preempted"):
-                    setattr(self.stats, name, getattr(self.stats, name) + getattr(stats, name))
-
-    def _asked(self, lines: Iterator) -> Iterator[tuple | None]:
-        """Pairs of what to route by, and a line, of those that have no answer yet; None while there is no line."""
-        read = _read_ahead(lines)
-        while True:
-            try:
-                line = read.get_nowait()
-            except queue.Empty:
-                yield None
-                continue
-            if isinstance(line, Exception):
-                raise line
-            if line is None:
-                return
-            line = _completed(line, self.args, self.model)
-            if self.results.done(line):
-                self.done += 1
-                self.broken += line.error is not None
-            elif line.error is not None:
-                self._finish(prompt_files.head(line), line.error)
-            else:
-                messages = isinstance(line.prompt, list) and isinstance(line.prompt[0], dict)
-                yield json.dumps(line.prompt) if messages else line.prompt, line
-
-    def about(self) -> str:
-        return _summary(self.times, time.perf_counter() - self.begin, self.stats, [], self.broken, self.done)
-
-
-def _many(args: argparse.Namespace, group: parallel.Group | None = None) -> int:
-    from tqdm import tqdm
-
-    if args.out in (None, "-") and sys.stdout is None:
-        raise ValueError("standard output is closed; name a file for the answers with --out")
-    lines = prompt_files.read_prompts(args.prompts)
-    bar = partial(tqdm, unit=" prompts", file=sys.stderr, disable=args.quiet or sys.stderr is None or None)
-    with ExitStack() as stack:
-        results = stack.enter_context(prompt_files.Results(args.out, args.resume))
-        if args.replicas > 1:
-            router = replicas.Router(args.replicas)
-            pool = stack.enter_context(replicas.Replicas(args.replicas, _replica, [args], router, 2 * args.max_batch))
-            about, model = pool.first()[0]
-            about = f"{args.replicas} replicas, each {about}"
-            job = _Routed(args, results, model, stack.enter_context(bar()))
-            run = partial(job.run, pool, lines)
-        else:
-            llm = _load(args, group)
-            about, job = llm.about, _Job(llm, args, lines, results, stack.enter_context(bar()))
-            run = job.run
-        if not args.quiet:
-            _say(about)
-        try:
-            run()
-        finally:
-            job.bar.close()
-            if not args.quiet:
-                _say(job.about())
-    return 1 if job.broken else 0
-
-
-def _follow(args: argparse.Namespace, group: parallel.Group) -> int:
+def _follow(args: argparse.Namespace, group: ranks.Group) -> int:
     """What a rank does that is not rank 0: it reads nothing, says nothing and ends with rank 0."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes to all: rank 0, or torchrun itself, ends the others
     warnings.simplefilter("ignore")
@@ -658,35 +428,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv[:1] == ["quantize"]:
+        if ranks.launched():
+            _Parser().error("quantize is the work of one process, which writes one folder; leave out torchrun")
         import export  # which is as much again to import
 
         return export.main(argv[1:], _Parser)
     args = _arguments(argv)
-    warnings.showwarning = lambda message, *_, **__: _say(f"note: {message}")
+    warnings.showwarning = lambda message, *_, **__: say(f"note: {message}")
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError):  # a terminal that cannot show a character gets a question mark
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     group = None
     try:
         torch.set_num_threads(args.threads or min(torch.get_num_threads(), _cores()))
-        if parallel.launched():
-            group = parallel.join()
+        if ranks.launched():
+            group = ranks.join()
             if group.rank:
                 return _follow(args, group)
-        prompt = args.prompt
-        if args.prompts is not None:
-            return _many(args, group)
-        if sys.stdout is None or (prompt is None and sys.stdin is None):
-            raise ValueError("standard output, or standard input without a prompt, is closed")
-        if prompt is None and not sys.stdin.isatty():
-            prompt = sys.stdin.read() if args.raw else sys.stdin.read().strip("\n")
-        if prompt is not None and not prompt.strip() and not args.raw:
-            raise ValueError("the prompt is empty")
-        llm = _load(args, group)
-        return _chat(llm, args) if prompt is None else _one(llm, prompt, args)
+        return _answer(args, group)
     except KeyboardInterrupt:
+        if group is not None:
+            group.tell(None)  # the others need not say that they have lost us
         return 130
-    except parallel.RankLost as lost:
+    except ranks.RankLost as lost:
         group.tell(f"error: {lost}")
         return 2
     except BrokenPipeError:  # the reader went away (| head): not our error, and nobody is left to tell
@@ -698,8 +462,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = "error: " + (" ".join(str(error).split()) or type(error).__name__)
         if group is not None:
             group.tell(message)
-        elif not parallel.launched() or os.environ["RANK"] == "0":
-            _say(message)
+        else:
+            say(message)
         return 2
     finally:
         if group is not None:

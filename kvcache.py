@@ -58,7 +58,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import index
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -675,8 +675,9 @@ class PagedKVCache:
         run = slots[0] + len(slots) == slots[-1] + 1 and slots == list(range(slots[0], slots[-1] + 1))
         run = slice(slots[0], slots[-1] + 1) if run else None
         parts = [tokens, positions, slots, rows, padded, kv_len, q_start]
-        flat = torch.tensor([x for part in parts for x in part], dtype=torch.int64).to(self.device, non_blocking=True)
         sizes = [len(part) for part in parts]
+        flat: Any = torch.tensor([x for part in parts for x in part], dtype=torch.int64)
+        flat = flat.to(self.device, non_blocking=True)
         tokens, positions, slots, rows, short = flat.split_with_sizes((*sizes[:4], sum(sizes[4:])))
         block_table, kv_len, q_start = short.int().split_with_sizes(sizes[4:])
         block_table, n_new = block_table.view(-1, width), tuple(len(ids) for ids in plan.values())

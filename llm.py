@@ -4,47 +4,40 @@
     model = llm.load()                                     # or a path: a .gguf file, a Hugging Face folder
     print(model.generate(["Why is the sky blue?"], temperature=0)[0].text)
 
-Everything else in this folder is one concept in one file, and no file knows another. Here they meet: checkpoint.py or
-gguf.py brings weights, layouts.py reads those that others have quantized, packed.py computes on them as they are,
-vocab.py reads vocabularies, tokenizer.py makes ids of text and chat.py of a conversation, model.py computes, kvcache.py
-remembers, sampling.py chooses, batching.py lets many requests share each pass, speculative.py makes several tokens of
-one, grammar.py keeps an answer to a form, graphs.py replays passes on a GPU. There is one loop, the batcher's: one
-prompt, a list and n answers to each go through it; only beams.py, where nothing is drawn, has its own, over the same
-cache. `generate.py` is the command line on top.
+Everything else in this folder is one concept in one file, and no file knows another. Here they meet: loading.py brings
+a model from disk, ready to compute, with its KV cache; tokenizer.py makes ids of text and chat.py of a conversation,
+sampling.py chooses, batching.py lets many requests share each pass, speculative.py makes several tokens of one,
+grammar.py keeps an answer to a form, stream.py gives text as it comes, graphs.py replays passes on a GPU, compiled.py
+compiles them for a CPU, parallel.py shares them out. There is one loop, the batcher's: one prompt, a list and n answers
+to each go through it; only beams.py, where nothing is drawn, has its own, over the same cache. `generate.py` is the
+command line on top.
 """
 from __future__ import annotations
 
-import hashlib
-import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, partial
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
 
 import torch
 
-import attention
 import batching
 import checkpoint
 import compiled
-import flash
-import gguf
 import grammar
 import graphs as cuda_graphs
-import kvcache
-import layouts
+import loading
 import packed
-import parallel
+import ranks
 import sampling
 import speculative
-import vocab
 from batching import Batcher, Request, Sample
 from beams import Hypothesis, beam_search, most_blocks
 from chat import ChatTemplate
 from kvcache import PagedKVCache
-from model import Config, Llama
+from model import Llama
 from stream import StreamDecoder
 from tokenizer import Tokenizer
 
@@ -53,7 +46,6 @@ BESIDE = 12  # on a CPU, most prompt tokens of a pass in which somebody is answe
 CUT = 256  # tokens of a chunk if deterministic: prefixes are found in multiples of it
 CATCH_UP = 64  # tokens of a pass of the draft model over a text that it has not seen
 KV_GIB = 2.0  # the KV cache takes at most so much by default; the context shrinks to what fits
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
             "logit_bias")
 REQUEST = ("max_tokens", "min_tokens", "stop", "ignore_eos", "seed", "n", "logprobs", "priority", "salt")
@@ -68,7 +60,7 @@ def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", 
          repack: str | None = None, quantize: str | None = None, kv_dtype: str = "auto", kv_memory: float = KV_GIB,
          max_batch: int = 16, token_budget: int = CHUNK, graphs: bool = True, compile: int = 0,
          draft: str | None = None, k: int | str = "auto", deterministic: bool = False,
-         group: parallel.Group | None = None) -> LLM:
+         group: ranks.Group | None = None) -> LLM:
     """A model ready to answer.
 
     path     a .gguf file, a Hugging Face folder (also one quantized by compressed-tensors, GPTQ or AWQ), a .safetensors
@@ -83,8 +75,8 @@ def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", 
     kv_memory   GiB that the KV cache may take, at most; what nobody uses keeps earlier prompts
     max_batch, token_budget    most samples and most tokens of one pass of the model
     graphs   on CUDA, replay captured graphs for steps in which every sample gets one token
-    compile  on a CPU, decode steps of up to so many samples run as one compiled function: 1.5 to 2 times as fast, once
-             it has been compiled (a minute at first, needs a C++ compiler) and kept in the cache folder
+    compile  on a CPU, decode steps of up to so many samples run as one compiled function: 1.2 to 1.6 times as fast,
+             once it has been compiled (a minute at first, needs a C++ compiler) and kept in the cache folder
     draft, k  speculative decoding: drafts by `ngram` (what followed the same words before) or by a smaller model (a
              path) of the same vocabulary; so many of them, auto: as many as pay. The answers stay what they were
     repack   int8 or int4: quantized weights without a kernel (Q6_K, fp8, ...) are rounded once more to run packed too
@@ -93,97 +85,30 @@ def load(path: str | None = None, *, dtype: str = "auto", device: str = "auto", 
     deterministic   on a CPU, an answer's logits have the same bits whoever else is answered, whatever is cached and
              however often it is preempted; slower with several at once. For packed weights and bfloat16: in float32
              torch sums in another order for another number of rows, and load refuses a max_batch above 1
-    group    parallel.join() where torchrun has started several of us: this rank's share of the model. Rank 0's answers,
+    group    ranks.join() where torchrun has started several of us: this rank's share of the model. Rank 0's answers,
              and all others `follow`. kv_memory is then each rank's, and each takes the GPU of its LOCAL_RANK
     """
-    _check(dtype, kv_dtype, kv_memory, k, repack=repack, quantize=quantize)
-    asked, path = path, checkpoint.resolve(path)
-    device = _device(device, group)
-    if group is not None and device.type == "cuda":
-        torch.cuda.set_device(device)  # kernels, and NCCL, take the current one
-    keep = dtype == "auto"
-    if compile and (device.type != "cpu" or group is not None or kv_dtype != "auto"):
-        raise ValueError("compiled decode steps are for one process on a CPU with a KV cache in floating point; leave "
-                         "out --compile, or --device, torchrun and --kv-dtype")
-    for given, why in ((draft, "drafts change how many rows a step has; leave out --draft"),
-                       (compile, "a compiled step may sum in another order than others; leave out --compile"),
-                       (group, "several ranks sum in an order that depends on how many they are; leave out torchrun"),
-                       (device.type != "cpu", "kernels of a GPU split their sums by how many rows and sequences there "
-                        "are; take --device cpu")):
-        if deterministic and given:
-            raise ValueError(f"--deterministic cannot be kept: {why}")
-    dtype = DTYPES[dtype] if not keep else torch.bfloat16 if _native_bfloat16(device) else torch.float32
-    source = read(path, dtype, keep)
-    config = Config.from_dict(source.config)
-    mine, tensors = config, source.tensors
-    if group is not None:
-        flags = [str(dtype), keep, kv_dtype, kv_memory, context, max_batch, graphs, repack, quantize, device.type]
-        mine, tensors = _share(source, config, group, flags)
-    weights = Weights(tensors, keep, int(repack[3:]) if repack else None, dtype, device,
-                      int(quantize[3:]) if quantize else None)
-    model = Llama.from_tensors(mine, weights, dtype, device, packed)
-    if isinstance(source.tensors, gguf.GGUF):
-        source.tensors.close()  # its pages count as ours as long as they are mapped, and fuse_ is where memory peaks
-    model = (model if group is None else parallel.parallelize_(model, config, group)).fuse_(pack=not compile)
-    if deterministic and isinstance(model.lm_head, packed.QuantLinear):
-        model.lm_head.pack_(1)  # one way through it for any number of rows
-    ends = source.generation.get("eos_token_id")
-    ends = source.config.get("eos_token_id") if ends is None else ends
-    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
-    if not all(type(i) is int for i in ends):
-        raise ValueError(f"{path}: eos_token_id is {ends}, but must be token ids")
-    name = asked if asked and not os.path.exists(asked) else os.path.basename(os.path.abspath(path))
-    kv = dtype if kv_dtype == "auto" else kv_dtype
-    blocks = kvcache.blocks_that_fit(mine, kv, int(kv_memory * 2**30))
-    context = _context(context, config, blocks * 16, kv_memory)
-    kernel = flash.paged_attention if device.type == "cuda" and flash.triton else attention.paged_attention
-    kernel = partial(kernel, alone=True) if deterministic else kernel  # type: ignore[call-arg]
-    cache = PagedKVCache(config.n_layer, mine.n_kv_head, config.head_dim,
-                         min(blocks, max(2, max_batch) * -(-context // 16)), 16, max_seq_len=context, dtype=kv,
-                         device=device, window=config.sliding_window, attention=kernel)
-    llm = LLM(model, source.tokenizer, name, cache, {*ends, *source.tokenizer.eos_ids},
-              _sampling_defaults(source.generation), f"{name}: {_about(source, weights, model, group)}")
+    if k != "auto" and not (type(k) is int and 1 <= k <= 64):
+        raise ValueError(f"k is {k!r}, but must be 'auto' or a number of drafts from 1 to 64")
+    if deterministic and draft:
+        raise ValueError("--deterministic cannot be kept: drafts change how many rows a step has; leave out --draft")
+    ready = loading.ready(path, dtype=dtype, device=device, context=context, repack=repack, quantize=quantize,
+                          kv_dtype=kv_dtype, kv_memory=kv_memory, max_batch=max_batch, graphs=graphs, compile=compile,
+                          deterministic=deterministic, group=group)
+    llm = LLM(ready.model, ready.tokenizer, ready.name, ready.cache, ready.eos_ids,
+              _sampling_defaults(ready.generation), ready.about, ready.fingerprint)
     if draft is not None and (group is None or group.rank == 0):
-        llm.drafter = _drafter(llm, draft, dict(device=str(device), kv_memory=kv_memory, max_batch=max_batch))
+        llm.drafter = _drafter(llm, draft, dict(device=str(llm.device), kv_memory=kv_memory, max_batch=max_batch))
         llm.k = k
     llm.options = {"max_batch": max_batch, "token_budget": token_budget, "graphs": graphs,
                    "deterministic": min(CUT, token_budget) if deterministic else None}
     if compile:
-        llm.compiled = compiled.Compiled(model, cache, str(checkpoint.cache_folder() / "compiled"), compile,
+        llm.compiled = compiled.Compiled(llm.model, llm.cache, str(checkpoint.cache_folder() / "compiled"), compile,
                                          lambda text: print(text, file=sys.stderr, flush=True))
     if group is not None:
         llm.join(group)
     llm.batcher = llm.new_batcher()
     return llm
-
-
-def _check(dtype: str, kv_dtype: str, kv_memory: float, k: int | str, **rounding: str | None) -> None:
-    """ValueError for options of load that cannot be meant, whatever the model and the machine."""
-    if k != "auto" and not (type(k) is int and 1 <= k <= 64):
-        raise ValueError(f"k is {k!r}, but must be 'auto' or a number of drafts from 1 to 64")
-    if not 0 < kv_memory < 2**20:
-        raise ValueError(f"a KV cache of {kv_memory} GiB cannot be; give a number above 0")
-    if kv_dtype not in ("auto", "int8", "fp8"):
-        raise ValueError(f"kv_dtype {kv_dtype!r} is unknown; known are auto, int8, fp8")
-    if dtype not in ("auto", *DTYPES):
-        raise ValueError(f"dtype {dtype!r} is unknown; known are auto, {', '.join(DTYPES)}")
-    for name, to in rounding.items():
-        if to not in (None, "int8", "int4") or (to and dtype != "auto"):
-            raise ValueError(f"{name} {to!r} must be int8 or int4, and goes with dtype auto only, not {dtype}")
-
-
-def _first(weight: torch.Tensor | Mapping) -> list[float]:
-    """The first numbers, or codes, of a weight: enough to tell two models of one shape apart."""
-    weight = weight["codes"] if isinstance(weight, Mapping) else weight
-    return weight.flatten()[:64].double().tolist()
-
-
-def _share(source: Source, config: Config, group: parallel.Group, flags: list) -> tuple[Config, parallel.Shards]:
-    """This rank's smaller config and its slices, if all ranks are about to load the same model in the same way."""
-    mine, names = parallel.shard_config(config, group.rank, group.size), sorted(source.tensors)
-    some = {name: _first(source.tensors[name]) for name in names}
-    group.check(the_config=source.config, the_weights=some, the_flags=flags)
-    return mine, parallel.Shards(source.tensors, config, group.rank, group.size)
 
 
 def _drafter(llm: LLM, draft: str, options: dict):
@@ -198,132 +123,6 @@ def _drafter(llm: LLM, draft: str, options: dict):
         raise ValueError(f"{draft} cannot draft for {llm.name}: {error}") from None
     return speculative.DraftModel(small.model, small.cache, len(words[0]), draft_vocab_size=len(words[1]),
                                   ends=llm.eos_ids, chunk=CATCH_UP, salt=lambda sample: sample.request.salt)
-
-
-class Source(NamedTuple):
-    """A model as it lies on disk."""
-    config: dict                # in the style of config.json
-    tensors: Mapping            # name -> tensor, or packed weight (see packed.py)
-    tokenizer: Tokenizer
-    generation: dict            # generation_config.json
-    kinds: list[str]            # how the weights are stored, for people to read
-    nbytes: int                 # of all tensors on disk
-    quantized: bool = False     # by one of the methods of layouts.py
-
-
-def read(path: str, dtype: torch.dtype, keep: bool) -> Source:
-    """The model at a resolved path. Of a GGUF file the weights come in dtype, or in codes if they are to be kept."""
-    is_gguf = os.path.isfile(path) and not path.endswith(".safetensors")
-    return _read_gguf(path, dtype, keep) if is_gguf else _read_folder(path)
-
-
-def _read_gguf(path: str, dtype: torch.dtype, keep: bool) -> Source:
-    file = gguf.GGUF(path, dtype, packed=keep)
-    kinds = sorted(file.types, key=file.types.get, reverse=True)
-    return Source(file.config, file, Tokenizer(**vocab.read_gguf(file.metadata)), {}, kinds, file.nbytes)
-
-
-def _read_folder(path: str) -> Source:
-    folder = checkpoint.load(path)
-    method = folder.config.get("quantization_config")
-    if not method and any(name.endswith((".qweight", ".weight_packed")) for name in folder.tensors):
-        raise ValueError(f"{path} holds packed weights, but its config.json has no quantization_config that says how")
-    tensors = layouts.read(folder.config, folder.tensors) if method else folder.tensors
-    config = {k: v for k, v in folder.config.items() if k != "quantization_config"}
-    tokenizer = Tokenizer(**vocab.read_folder(path if os.path.isdir(path) else os.path.dirname(path) or "."))
-    stored = list(folder.tensors.values())  # views of the mapped files: nothing is read
-    kinds = [method["quant_method"]] if method else sorted({str(t.dtype).removeprefix("torch.") for t in stored})
-    return Source(config, tensors, tokenizer, folder.generation, kinds, sum(t.nbytes for t in stored), bool(method))
-
-
-class Weights(Mapping):
-    """What the model takes its weights from. A packed weight is passed on as it is if it may stay packed and there is a
-    kernel for it, and expanded otherwise."""
-
-    def __init__(self, tensors: Mapping, keep: bool, repack: int | None, dtype: torch.dtype, device: torch.device,
-                 quantize: int | None = None):
-        self.tensors, self.keep, self.repack, self.dtype, self.device = tensors, keep, repack, dtype, device
-        self.quantize, self.rounded = quantize, {}  # name -> relative error of those quantized here
-        self.sizes, self.packed = {}, set()  # name -> number of weights; names of those that stayed packed
-        self.errors, self.bits = {}, set()  # name -> relative error of those packed anew; widths of codes that were met
-
-    def __getitem__(self, name: str) -> torch.Tensor | Mapping:
-        weight = self.tensors[name]
-        if not isinstance(weight, Mapping):
-            self.sizes[name] = weight.numel()
-            return self._rounded(name, weight) if self.quantize and name.endswith("_proj.weight") else weight
-        self.sizes[name] = weight["codes"].numel()
-        self.bits.add(weight["bits"])
-        if self.repack and not packed.fast(weight, self.device) and weight["codes"].shape[1] % 32 == 0:
-            again, error = packed.repack(layouts.dequantize(weight), self.repack)
-            if packed.fast(again, self.device):
-                weight, self.errors[name] = again, error
-        if not (self.keep and packed.fast(weight, self.device)):
-            return layouts.dequantize(weight, self.dtype)
-        self.packed.add(name)
-        return weight
-
-    def _rounded(self, name: str, weight: torch.Tensor) -> torch.Tensor | dict:
-        if weight.dim() != 2 or weight.shape[1] % 32 or not weight.is_floating_point():
-            return weight
-        again, error = packed.repack(weight.to(self.device), self.quantize)
-        if not packed.fast(again, self.device):
-            return weight
-        self.packed.add(name)
-        self.rounded[name] = error
-        return again
-
-    def __iter__(self):
-        return iter(self.tensors)
-
-    def __len__(self):
-        return len(self.tensors)
-
-    def __contains__(self, name):
-        return name in self.tensors
-
-
-def _about(source: Source, weights: Weights, model: Llama, group: parallel.Group | None = None) -> str:
-    """One line on what was found and how it runs."""
-    stale = "lm_head.weight" if source.config.get("tie_word_embeddings") else None  # may be stored, and is not used
-    sizes = {name: size for name, size in weights.sizes.items() if name != stale}
-    n, size = sum(sizes.values()), source.nbytes
-    whole = n if group is None else sum(k for name, k in weights.tensors.sizes.items() if name != stale)  # type: ignore
-    share, dtype = sum(sizes.get(x, 0) for x in weights.packed) / n, str(weights.dtype).removeprefix("torch.")
-    runs = "packed" if share > 0.99 else f"{share:.0%} packed, the rest in {dtype}" if share else f"in {dtype}"
-    if weights.repack and not weights.errors:
-        runs += " (there was nothing to repack)"
-    elif weights.repack:
-        runs += (f" ({sum(sizes.get(x, 0) for x in weights.errors) / n:.0%} repacked to {weights.repack} bits, "
-                 f"relative error up to {max(weights.errors.values()):.1%})")
-    if weights.rounded:
-        runs += (f" ({sum(sizes.get(x, 0) for x in weights.rounded) / n:.0%} quantized now to {weights.quantize} bits, "
-                 f"relative error up to {max(weights.rounded.values()):.1%})")
-    elif weights.quantize:
-        runs += " (there was nothing to quantize)"
-    width = f", {' and '.join(map(str, sorted(weights.bits)))} bits" if source.quantized else ""
-    memory = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-    ranks = "" if group is None else f" on each of {group.size} ranks"
-    return (f"{source.config['model_type']}, {whole / 1e6:,.1f} M parameters in {size / 1e6:,.1f} MB, "
-            f"{8 * size / whole:.1f} bits each ({', '.join(source.kinds)}{width}); runs {runs}, {memory / 1e6:,.1f} MB"
-            f"{ranks}")
-
-
-def _device(device: str, group: parallel.Group | None = None) -> torch.device:
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if str(device).startswith("cuda:") and group is not None:
-        raise ValueError(f"under torchrun each rank has a GPU of its own; take --device cuda, not {device}")
-    if device == "cuda" and group is not None:
-        device = f"cuda:{group.local_rank}"
-    try:
-        if str(device).split(":")[0] not in ("cpu", "cuda"):
-            raise RuntimeError("it is neither cpu nor cuda nor cuda:N")
-        device = torch.device(device)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {str(device)!r} cannot be used: {str(error).splitlines()[0]}") from None
-    return device
 
 
 @torch.inference_mode()
@@ -347,24 +146,6 @@ def _alike(model: Llama, most: int) -> int:
     return most
 
 
-def _context(context: int | None, config: Config, fits: int, gib: float) -> int:
-    """Tokens of one conversation: as asked for, else the model's own, or what the KV cache has room for."""
-    if context is None and fits:
-        return min(config.max_seq_len, fits)
-    if context is None or fits < context <= config.max_seq_len:
-        raise ValueError(f"a KV cache of {gib:g} GiB holds {fits} tokens, fewer than the {context or 1} of one "
-                         "conversation; allow it more with --kv-memory, or take --kv-dtype int8")
-    if not 1 <= context <= config.max_seq_len:
-        raise ValueError(f"a context of {context} tokens was asked for; this model has 1 to {config.max_seq_len}")
-    return context
-
-
-def _native_bfloat16(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return device.type == "cpu" and getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
-
-
 def _sampling_defaults(generation: dict) -> dict:
     """The sampling that the model's makers recommend in generation_config.json; greedy if they say nothing."""
     found = {k: generation[k] for k in SAMPLING if isinstance(generation.get(k), (int, float))}
@@ -380,39 +161,33 @@ class LLM:
     """A model, its tokenizer, its KV cache and the batcher that everything runs on. `load` makes one."""
 
     def __init__(self, model: Llama, tokenizer: Tokenizer, name: str, cache: PagedKVCache, eos_ids: set[int],
-                 defaults: dict, about: str = ""):
+                 defaults: dict, about: str = "", fingerprint: str = ""):
         weight = model.model["norm"].weight
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.cache, self.context = cache, cache.max_seq_len
-        self.eos_ids, self.defaults, self.about = eos_ids, defaults, about
+        self.eos_ids, self.defaults, self.about, self.fingerprint = eos_ids, defaults, about, fingerprint
         self.device, self.dtype = weight.device, weight.dtype
         is_packed = any(isinstance(m, packed.QuantLinear) for m in model.modules())
         self.weights = "packed" if is_packed else str(weight.dtype).removeprefix("torch.")
         self.drafter, self.k, self.graphs = None, "auto", None  # type: Any, Any, Any
         self.alike = 0  # steps of so many rows have been tried out, see deterministic
         self.compiled: compiled.Compiled | None = None
-        self.group: parallel.Group | None = None
-        self.leader: parallel.Leader | None = None
+        self.group: ranks.Group | None = None
+        self.leader: ranks.Leader | None = None
         self.options = {"max_batch": 16, "token_budget": CHUNK, "graphs": True}
         self.batcher = self.new_batcher()
 
-    @property
-    def fingerprint(self) -> str:
-        """What tells these weights from others: a hash of their last norm."""
-        norm = self.model.model["norm"].weight.detach().double().cpu().numpy()
-        return hashlib.sha256(norm.tobytes()).hexdigest()[:16]
-
-    def join(self, group: parallel.Group) -> None:
+    def join(self, group: ranks.Group) -> None:
         """Compute together with the other ranks of the group from now on."""
         self.group = group
         if self.options["graphs"] and self.device.type == "cuda":  # the same ones on all ranks
             self.graphs = cuda_graphs.Graphs(self.model, self.cache, self.options["max_batch"])
         if group.rank == 0:
-            self.leader = parallel.Leader(self.model, self.cache, group, self.graphs)
+            self.leader = ranks.Leader(self.model, self.cache, group, self.graphs)
 
     def follow(self) -> None:
         """On every rank but 0: compute what rank 0 says, until it has no more to do."""
-        parallel.follow(self.model, self.cache, self.group, self.graphs)
+        ranks.follow(self.model, self.cache, self.group, self.graphs)
 
     def new_batcher(self, **options) -> Batcher:
         """A batcher on this model and cache; options are Batcher's, beside `graphs`. Use one at a time."""

@@ -586,6 +586,8 @@ class Llama(nn.Module):
     def fuse_(self, pack: bool = True) -> Llama:
         """Join q/k/v and gate/up into one matrix each: seven matmuls a layer become four. In place, returns self.
 
+        On a CPU, few rows then go past the modules, see Block.bare.
+
         pack: also bring bfloat16 weights, and an 8-bit head, into the order in which oneDNN reads them on a CPU (see
         Linear.pack_), which torch.export cannot look into. A tied head then has a copy of its own.
         The last call before running: parameter names are no longer Hugging Face's afterwards. The old matrices are

@@ -1,6 +1,4 @@
-"""parallel.py - one model on several devices: Megatron-style tensor parallelism on PyTorch's own torch.distributed.
-
-    torchrun --nproc-per-node 3 generate.py "Why is the sky blue?"     gloo between CPUs, NCCL between GPUs
+"""parallel.py - one model on several devices: Megatron-style tensor parallelism, who holds what and when they speak.
 
 The one idea (Shoeybi et al. 2019, "Megatron-LM"): cut the first matrix of a pair by its outputs and the second one by
 its inputs. Each rank then computes from end to end with its share of the heads, or of the MLP's units, and the ranks
@@ -14,60 +12,36 @@ speak once a pair, to add up what comes out:
     rank 1   q3 q4 q5  k1 v1     gate, up: units 512..1023      down: columns 512..1023      vocabulary 16384..32767
 
 That is two all_reduce a layer, and one for the embedding, whose rows lie on the rank that has the id. The head's rows
-are cut like the embedding's, and its logits are gathered on rank 0. Norms are on every rank. Fewer KV heads than ranks
-are replicated: with 2 of them on 4 ranks, ranks 0 and 1 hold the first. The bias behind a sum is rank 0's alone, or it
-would be added once a rank. Partial sums in 16 bits are added up in float32 and rounded once.
+are cut like the embedding's, and each rank's logits are those of its part of the vocabulary. Norms are on every rank.
+Fewer KV heads than ranks are replicated: with 2 of them on 4 ranks, ranks 0 and 1 hold the first. The bias behind a sum
+is rank 0's alone, or it would be added once a rank.
 
 Nothing of this is in the model or in the cache. A rank's model is an ordinary one of fewer heads, made of slices, with
 three kinds of layers wrapped; its cache is an ordinary one of fewer heads.
 
-    group  = join()                                           what torchrun has started
     config = shard_config(whole, group.rank, group.size)
     model  = Llama.from_tensors(config, Shards(tensors, whole, group.rank, group.size))
     parallelize_(model, whole, group).fuse_()
-    rank 0:   Batcher(..., forward=Leader(model, cache, group));  group.close()
-    others:   follow(model, cache, group)
 
-Rank 0 alone reads, schedules, samples and prints: nothing is decided twice, so ranks cannot disagree. It sends each
-step's index tensors, in which the sampled ids are; the others compute what these say, on blocks of the same numbers.
-What the cache of rank 0 copies on write, they copy. They wait for the next step as long as it takes, and a connection
-that breaks ends everybody: there is no way to go on with a share of a model.
+A group is anything with `rank`, `size` and `sum(x)`, the sum of all ranks' x on every rank: torch.distributed's
+all_reduce in a few lines, or threads with a barrier (the demo).
 
 Why not DTensor and `parallelize_module`: it has no rule for the operations on packed 4-bit weights, and it cannot
-replicate single KV heads (Shard cuts evenly, Replicate copies all of them). Its process groups are what this file uses.
+replicate single KV heads (Shard cuts evenly, Replicate copies all of them).
 
-Left out on purpose: pipeline, sequence and expert parallelism, overlap of communication and computation, elastic
-restarts, swapping of preempted samples (`import_` of the cache is not told to the others). A rank that hangs, or a
-machine that vanishes without closing its connections, is noticed after PATIENCE only.
+Left out on purpose: pipeline, sequence and expert parallelism, overlap of communication and computation.
 
-Shapes: N packed tokens, R rows of logits, H query heads, G key/value heads, D head_dim, F units of the MLP,
-V vocabulary, C hidden_size.
+Shapes: R rows of logits, H query heads, G key/value heads, D head_dim, V vocabulary, C hidden_size; a matrix is (N, K),
+outputs by inputs.
 """
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import os
-import sys
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from datetime import timedelta
-from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
-import torch.nn.functional as F
-
-JOIN_S = 60.0  # so long a rank waits for the others to start
-PATIENCE = timedelta(minutes=10)  # and so long within a step: for one that hangs, a dead one is noticed at once
-FOREVER = timedelta(days=3650)  # between steps: a conversation may rest overnight
-STOP, CHECK, STEP = range(3)  # what rank 0 sends
-PARTS = 9  # tensors of a step
 
 # ------------------------------------------------------------------ who holds what
 
@@ -181,7 +155,7 @@ def _columns(weight: torch.Tensor | Mapping, begin: int, end: int) -> torch.Tens
 class RowParallel(nn.Module):
     """A linear layer of which every rank has some of the inputs: x (*, my inputs) -> (*, all outputs), on all ranks."""
 
-    def __init__(self, inner: nn.Module, group: Group):
+    def __init__(self, inner: nn.Module, group):
         super().__init__()
         self.inner, self.group = inner, group
 
@@ -192,7 +166,7 @@ class RowParallel(nn.Module):
 class VocabEmbedding(nn.Module):
     """An embedding of which every rank has the ids [begin, end): ids (*) -> (*, C), on all ranks."""
 
-    def __init__(self, inner: nn.Module, begin: int, end: int, group: Group):
+    def __init__(self, inner: nn.Module, begin: int, end: int, group):
         super().__init__()
         self.inner, self.begin, self.end, self.group = inner, begin, end, group
 
@@ -206,10 +180,10 @@ class VocabEmbedding(nn.Module):
         return self.inner.weight
 
 
-def parallelize_(model: nn.Module, config, group: Group) -> nn.Module:
+def parallelize_(model: nn.Module, config, group) -> nn.Module:
     """Make of a rank's own model, a Llama of slices, its part of the whole one, whose config this is. In place.
 
-    Its logits are (R, my share of V), which Leader and follow bring together.
+    Its logits are (R, my share of V): those of all ranks side by side are the whole model's.
     """
     for block in model.model["layers"]:
         block.self_attn.o_proj = RowParallel(block.self_attn.o_proj, group)
@@ -220,254 +194,65 @@ def parallelize_(model: nn.Module, config, group: Group) -> nn.Module:
     return model
 
 
-# ------------------------------------------------------------------ the ranks
-
-
-class RankLost(SystemExit):
-    """The ranks have lost each other, or the step that they were in. No error to be caught: nothing can be computed
-    any more."""
-
-
-def launched() -> bool:
-    """Whether torchrun, or something like it, has started several of us."""
-    return os.environ.get("WORLD_SIZE", "1") not in ("", "1") and "RANK" in os.environ and "MASTER_ADDR" in os.environ
-
-
-def join(wait_s: float = JOIN_S) -> Group:
-    """The group of all ranks that torchrun started. ValueError if they do not come together within wait_s."""
-    wait, gpu = timedelta(seconds=wait_s), torch.cuda.is_available() and dist.is_nccl_available()
-    number, ranks = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    if not (number.isdecimal() and ranks.isdecimal() and int(number) < int(ranks)):
-        raise ValueError(f"RANK is {number!r} and WORLD_SIZE {ranks!r}; ranks count from 0 to WORLD_SIZE - 1")
-    try:
-        store, rank, size = next(dist.rendezvous("env://", timeout=wait))
-        dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", store=store, rank=rank, world_size=size,
-                                timeout=wait)
-        return Group(store, rank, size)
-    except (ValueError, RuntimeError) as error:  # DistError is a RuntimeError
-        raise ValueError(f"rank {number} did not find the {ranks} ranks that "
-                         f"WORLD_SIZE speaks of within {wait_s:g} s ({str(error).splitlines()[0]:.120})") from None
-
-
-class Group:
-    """All ranks: what they exchange, and `bytes`, `calls` and `seconds` of each kind of it on this rank (on a GPU the
-    seconds are those of the launch)."""
-
-    def __init__(self, store, rank: int, size: int):
-        self.store, self.rank, self.size, self.lost = store, rank, size, False
-        self.local_rank = int(os.environ.get("LOCAL_RANK", rank))  # on this machine
-        self.work, self.plans = dist.new_group(timeout=PATIENCE), dist.new_group(backend="gloo", timeout=FOREVER)
-        self.bytes, self.calls, self.seconds = Counter(), Counter(), Counter()
-
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x, on every rank. 16 bits are added up in float32: 256 + 1 + 1 is 258, not 256."""
-        total = (x if x.dtype in (torch.float32, torch.float64) else x.float()).contiguous()
-        begin = time.perf_counter()
-        dist.all_reduce(total, group=self.work)
-        self._count("all_reduce", total.nbytes, begin)
-        return total.to(x.dtype)
-
-    def gather(self, x: torch.Tensor, total: int) -> torch.Tensor:
-        """x (R, share of total) of all ranks side by side, (R, total), on rank 0; x elsewhere."""
-        widths = [end - begin for begin, end in (share(total, r, self.size) for r in range(self.size))]
-        mine = F.pad(x, (0, max(widths) - x.shape[-1])).contiguous()
-        parts = [torch.empty_like(mine) for _ in widths] if self.rank == 0 else None
-        begin = time.perf_counter()
-        dist.gather(mine, parts, group=self.work)
-        self._count("gather", mine.nbytes, begin)
-        return torch.cat([p[..., :n] for p, n in zip(parts, widths)], -1) if self.rank == 0 else x
-
-    def announce(self, kind: int, numbers: list[int] | tuple[()] = (), body: torch.Tensor | None = None) -> None:
-        """From rank 0 to all others: what comes now, and the body (int64, on the CPU) whose parts have these sizes."""
-        begin, header = time.perf_counter(), torch.tensor([kind, *numbers, *[0] * (PARTS + 1 - len(numbers))])
-        dist.broadcast(header, 0, group=self.plans)
-        if body is not None:
-            dist.broadcast(body, 0, group=self.plans)
-        self._count("plan", header.nbytes + (0 if body is None else body.nbytes), begin)
-
-    def listen(self) -> tuple[int, int, list[torch.Tensor]]:
-        """On all others: the kind of what rank 0 announces, one number, and the parts of its body."""
-        header = torch.empty(PARTS + 2, dtype=torch.int64)
-        dist.broadcast(header, 0, group=self.plans)
-        kind, number, *sizes = header.tolist()
-        if kind != STEP:
-            return kind, number, []
-        body = torch.empty(sum(sizes), dtype=torch.int64)
-        dist.broadcast(body, 0, group=self.plans)
-        return kind, number, list(body.split(sizes))
-
-    def check(self, **facts) -> None:
-        """ValueError, on every rank, unless all ranks say the same of each of these facts (anything that is JSON).
-        SystemExit on the others if rank 0 has ended before it came here."""
-        digests = [hashlib.sha256(json.dumps(x, sort_keys=True, default=str).encode()).digest() for x in facts.values()]
-        mine = torch.tensor([int.from_bytes(d[:7], "little") for d in digests])
-        if self.rank == 0:
-            self.announce(CHECK)
-        elif self.listen()[0] == STOP:
-            sys.exit(0)
-        said = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(said, mine, group=self.plans)
-        for i, name in enumerate(facts):
-            others = [str(r) for r, theirs in enumerate(said) if theirs[i] != said[0][i]]
-            if others:
-                raise ValueError(f"rank{'s' * (len(others) > 1)} {', '.join(others)} of {self.size} and rank 0 differ "
-                                 f"in {name.replace('_', ' ')}; start all ranks with the same model and flags")
-
-    def tell(self, message: str) -> None:
-        """Print a message on standard error, if no other rank has said anything: what follows is a consequence."""
-        try:
-            first = self.store.add("told", 1) == 1
-        except RuntimeError:  # the store has gone with rank 0, which had hosted it
-            first = self.rank == 1
-        if first and sys.stderr is not None:
-            print(message, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """The end for this rank, and if it is rank 0, for all."""
-        if self.rank == 0 and not self.lost:
-            with suppress(RuntimeError):  # some may have ended already
-                self.announce(STOP)
-        dist.destroy_process_group()
-
-    def _count(self, kind: str, n_bytes: int, begin: float) -> None:
-        self.bytes[kind] += n_bytes
-        self.calls[kind] += 1
-        self.seconds[kind] += time.perf_counter() - begin  # type: ignore[assignment]
-
-
-# ------------------------------------------------------------------ one step on all ranks
-
-
-class Leader:
-    """forward(step) -> logits (R, V), on rank 0: every rank computes this step now.
-
-    run(step, rows) computes this rank's part, if not the model itself does (CUDA graphs; then all ranks need them).
-    Any exception in the middle of a step is RankLost, since the others cannot be called back out of theirs.
-    """
-
-    def __init__(self, model: Callable, cache, group: Group, run: Callable | None = None):
-        self.cache, self.group, self.run = cache, group, run or _eagerly(model)
-        self.vocab_size = model.config.vocab_size  # type: ignore[attr-defined]
-        # subtle: a pool of one number a block, which the cache copies along when it copies a block on write. So after
-        # any steps that were planned, computed or not, it says where the content of each block was at the last one.
-        self.origin, self.numbers = (torch.arange(cache.n_blocks + 1) for _ in range(2))
-        pools, origin = cache._pools(), self.origin
-        cache._pools = lambda: [*pools, origin]
-
-    def __call__(self, step, rows: torch.Tensor | None = None) -> torch.Tensor:
-        if self.group.lost:
-            raise RankLost("the ranks have lost each other before; start all of them again")
-        rows, copies = step.rows if rows is None else rows, (self.origin != self.numbers).nonzero()[:, 0]
-        parts = [step.tokens, step.positions, step.slots, rows, step.block_table.flatten(), step.kv_len, step.q_start]
-        body = torch.cat([p.long() for p in parts]).cpu()
-        body = torch.cat([body, self.origin[copies], copies])
-        self.group.lost = True  # until this step has been computed
-        try:
-            self.group.announce(STEP, [step.max_q, *map(len, parts), len(copies), len(copies)], body)
-            self.origin.copy_(self.numbers)
-            logits = self.group.gather(self.run(step, rows), self.vocab_size)
-        except Exception as error:
-            raise lost(self.group, error) from error
-        self.group.lost = False
-        return logits
-
-
-def follow(model: Callable, cache, group: Group, run: Callable | None = None) -> None:
-    """On every rank but 0: take part in each step, until rank 0 closes the group. RankLost if that cannot be."""
-    run, attention, memo = run or _eagerly(model), cache.attention, {}
-    # The cache's attend_with keeps no memo, as its tensors may change; here they do not within a step.
-    cache.attention = lambda *args, **kwargs: attention(*args, **{**kwargs, "memo": memo})
-    try:
-        with torch.inference_mode():
-            while True:
-                kind, max_q, parts = group.listen()
-                if kind == STOP:
-                    return
-                *parts, origin, copies = parts
-                tokens, positions, slots, rows, *short = parts
-                first, n = int(slots[0]), len(slots)
-                run_of = slice(first, first + n) if torch.equal(slots, torch.arange(first, first + n)) else None
-                on = torch.cat(parts).to(cache.device).split([len(p) for p in parts])
-                tokens, positions, slots, rows, *short = on
-                block_table, kv_len, q_start = (x.int() for x in short)
-                block_table = block_table.view(len(kv_len), -1)
-                _copy_blocks(cache, origin.tolist(), copies.tolist())
-                memo.clear()
-                attend = cache.attend_with(run_of or slots, block_table, kv_len, q_start, max_q)
-                step = SimpleNamespace(tokens=tokens, positions=positions, slots=slots, rows=rows, attend=attend,
-                                       block_table=block_table, kv_len=kv_len, q_start=q_start, max_q=max_q)
-                group.gather(run(step, rows), model.config.vocab_size)  # type: ignore[attr-defined]
-    except Exception as error:
-        raise lost(group, error) from error
-    finally:
-        cache.attention = attention
-
-
-def lost(group: Group, error: Exception) -> RankLost:
-    """What to raise, and to say, after an exception in the middle of a step."""
-    group.lost, why = True, f"{str(error) or type(error).__name__}".splitlines()[0][:200]
-    closed = "Connection closed" in why or "reset by peer" in why or "Broken pipe" in why
-    return RankLost(f"another of the {group.size} ranks has ended; start all of them again (rank {group.rank}: {why})"
-                    if closed else f"rank {group.rank} of {group.size} failed, and all end with it: {why}")
-
-
-def _copy_blocks(cache, origin: list[int], copies: list[int]) -> None:
-    for pool in (*cache.k, *cache.v, *(cache.k_scale or ()), *(cache.v_scale or ())):
-        contents = [pool[block].clone() for block in origin]  # all before any is written: one may be another's origin
-        for block, content in zip(copies, contents):
-            pool[block].copy_(content)
-
-
-def _eagerly(model: Callable) -> Callable:
-    return lambda step, rows: model(step.tokens, step.positions, step.attend, rows)
-
-
 # ------------------------------------------------------------------ demo
 
 
-def _demo_rank(rank: int, size: int, environment: dict) -> None:
-    os.environ.update(environment, RANK=str(rank))
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    group = join()
-    whole = SimpleNamespace(n_head=4, n_kv_head=2, head_dim=8, intermediate_size=96, vocab_size=50)
-    tensors = {"embed_tokens.weight": torch.randn(50, 32), "up_proj.weight": torch.randn(96, 32) / 6,
-               "down_proj.weight": torch.randn(32, 96) / 10, "norm.weight": torch.ones(32)}
-    mine = Shards(tensors, whole, rank, size)
+def _demo() -> None:
+    from threading import Barrier, Thread
+    from types import SimpleNamespace
 
-    def layer(weight):
+    size, parts, lines = 2, {}, []
+    barrier = Barrier(size)
+
+    class Threads:  # a group of threads: ranks that share a memory
+        def __init__(self, rank: int):
+            self.rank, self.size, self.sums = rank, size, 0
+
+        def sum(self, x: torch.Tensor) -> torch.Tensor:
+            parts[self.rank] = x
+            barrier.wait()
+            total = torch.stack([parts[r] for r in range(size)]).sum(0)
+            barrier.wait()
+            self.sums += 1
+            return total
+
+    def layer(weight) -> nn.Module:
         made = nn.Linear(*weight.shape[::-1], bias=False, device="meta").requires_grad_(False)
         made.weight = nn.Parameter(weight, requires_grad=False)
         return made
 
-    embed = VocabEmbedding(nn.Embedding.from_pretrained(mine["embed_tokens.weight"]), *share(50, rank, size), group)
-    up, down = layer(mine["up_proj.weight"]), RowParallel(layer(mine["down_proj.weight"]), group)
-    ids = torch.tensor([3, 49, 20])
-    x = embed(ids)
-    y = x + down(F.silu(up(x)))
-    logits = group.gather(y @ embed.weight.T, 50)
-    if rank == 0:
-        for name, tensor in mine.items():
-            print(f"  {name:20} {tuple(tensors[name].shape)!s:9} on each of {size} ranks {tuple(tensor.shape)}")
-        x = tensors["embed_tokens.weight"][ids]
-        whole_y = x + F.silu(x @ tensors["up_proj.weight"].T) @ tensors["down_proj.weight"].T
-        print(f"\nThe logits {tuple(logits.shape)} differ from one process's by "
-              f"{(logits - whole_y @ tensors['embed_tokens.weight'].T).abs().max():.0e}. What was exchanged for them:")
-        for kind, n in group.bytes.items():
-            print(f"  {kind:10}  {group.calls[kind]} times  {n:4} bytes on rank 0")
-    group.close()
+    torch.manual_seed(0)
+    whole = SimpleNamespace(n_head=4, n_kv_head=2, head_dim=8, intermediate_size=96, vocab_size=51)
+    tensors = {"embed_tokens.weight": torch.randn(51, 32), "up_proj.weight": torch.randn(96, 32) / 6,
+               "down_proj.weight": torch.randn(32, 96) / 10, "norm.weight": torch.ones(32)}
+    ids = torch.tensor([3, 50, 20])
 
-
-def _demo() -> None:
-    from torch.multiprocessing import spawn
+    def rank_of(group: Threads) -> None:
+        mine = Shards(tensors, whole, group.rank, group.size)
+        embed = nn.Embedding.from_pretrained(mine["embed_tokens.weight"])
+        embed = VocabEmbedding(embed, *share(51, group.rank, group.size), group)
+        up, down = layer(mine["up_proj.weight"]), RowParallel(layer(mine["down_proj.weight"]), group)
+        x = embed(ids)
+        logits[group.rank] = (x + down(up(x).relu())) @ embed.weight.T
+        if group.rank == 0:
+            lines.extend(f"  {n:20} {tuple(tensors[n].shape)!s:9} rank 0: {tuple(w.shape)}" for n, w in mine.items())
+            lines.append(f"{group.sums} sums, one for the embedding and one for the MLP")
 
     print("The KV heads [begin, end) of each rank:")
-    for n, size in ((3, 3), (8, 2), (2, 4)):
-        print(f"  {n} heads on {size} ranks: {', '.join(str(list(kv_heads(n, r, size))) for r in range(size))}")
-    print("\nTwo processes share an embedding, an MLP and a head:")
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # torchrun has one like it
-    spawn(_demo_rank, (2, {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-                           "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}), nprocs=2)
+    for n, ranks in ((3, 3), (8, 2), (2, 4)):
+        print(f"  {n} heads on {ranks} ranks: {', '.join(str(list(kv_heads(n, r, ranks))) for r in range(ranks))}")
+    logits: dict[int, torch.Tensor] = {}
+    threads = [Thread(target=rank_of, args=[Threads(r)]) for r in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print("\nTwo ranks share an embedding, an MLP and a head:", *lines, sep="\n")
+    x = tensors["embed_tokens.weight"][ids]
+    x = x + (x @ tensors["up_proj.weight"].T).relu() @ tensors["down_proj.weight"].T
+    found, wanted = torch.cat([logits[r] for r in range(size)], -1), x @ tensors["embed_tokens.weight"].T
+    print(f"The logits {tuple(found.shape)} of both, side by side, differ from one process's by "
+          f"{(found - wanted).abs().max():.0e}")
 
 
 if __name__ == "__main__":

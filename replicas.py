@@ -17,21 +17,23 @@ cache. The router keeps the hashes of what it sent where, the latest `most` of e
 the prompts may be texts or lists of ids, and nobody asks a replica what its cache holds.
 
 `Replicas` runs each replica in a process of its own, sends items and hands on what comes back. A process that dies
-ends it, with the number of the replica.
+ends it, with the number of the replica. A Ctrl-C is for the process that started them: it ends them, and they say
+nothing.
 Left out on purpose: replicas on other machines, moving requests that have begun, weighing prompts by their length.
 """
 from __future__ import annotations
 
+import signal
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from itertools import count
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-POLL_S = 0.05  # how often to ask for items that are slow to come
+POLL_S = 0.02  # how often to ask for items that are slow to come
 
 # ------------------------------------------------------------------ who gets which
 
@@ -87,22 +89,20 @@ class Router:
 # ------------------------------------------------------------------ replicas in processes
 
 
+class Gone(Exception):
+    """Nobody is there any more at the other end."""
+
+
 class Replicas:
     """n processes, each of which runs work(replica, items, send, *args), a function of some module.
 
     items is what comes for this replica, until there is no more; send(value) hands something on, send(value, True) says
-    also that an item is done. Used in a `with`, at whose end the processes end.
+    also that an item is done. Used in a `with`, at whose end the processes end: start(), then run(pairs of items).
     """
 
     def __init__(self, n: int, work: Callable, args: Sequence, router: Router, ahead: int):
-        context, self.router, self.ahead, self.processes, self.pipes = get_context("spawn"), router, ahead, [], []
-        for replica in range(n):
-            here, there = context.Pipe()
-            process = context.Process(target=_work, args=(work, replica, there, args), daemon=True)
-            process.start()
-            there.close()
-            self.processes.append(process)
-            self.pipes.append(here)
+        self.n, self.work, self.args, self.router, self.ahead = n, work, args, router, ahead
+        self.processes, self.pipes = [], []
 
     def __enter__(self) -> Replicas:
         return self
@@ -112,9 +112,24 @@ class Replicas:
             process.terminate()
             process.join()
 
-    def first(self) -> list[Any]:
-        """The first value that each replica sends."""
-        return [self._receive(replica)[0] for replica in range(len(self.pipes))]
+    def start(self, first_alone: bool = False) -> list[Any]:
+        """Start the processes -> the first value that each one sends.
+
+        first_alone: the others start when the first one has sent its value. What it makes and keeps on disk (a compiled
+        function) they find there, and do not all make at once.
+        """
+        said, context = [], get_context("spawn")
+        for replica in range(self.n):
+            here, there = context.Pipe()
+            process = context.Process(target=_work, args=(self.work, replica, there, self.args), daemon=True)
+            with _without_ctrl_c():
+                process.start()
+                self.processes.append(process)
+                self.pipes.append(here)
+            there.close()
+            if first_alone and replica == 0:
+                said.append(self._first(0))
+        return said + [self._first(replica) for replica in range(len(said), self.n)]
 
     def run(self, items: Iterable[tuple[str | Sequence[int], Any] | None]) -> Iterator[tuple[int, Any]]:
         """Send pairs (prompt, item) on their way, `ahead` a replica at most -> pairs (replica, value) as they come
@@ -131,39 +146,73 @@ class Replicas:
                     with suppress(OSError):  # it has died, as reading from it will show
                         pipe.send(pair[1:] if more else None)
             for pipe in wait(list(live), POLL_S if idle else None):
-                replica = live[pipe]  # type: ignore[index]
+                replica = live[pipe]
                 message = self._receive(replica)
                 if message is None:
-                    del live[pipe]  # type: ignore[arg-type]
+                    del live[pipe]
                     continue
                 value, done = message
                 if done:
                     self.router.done(replica)
                 yield replica, value
 
+    def _first(self, replica: int) -> Any:
+        message = self._receive(replica)
+        if message is None:
+            raise RuntimeError(f"replica {replica} of {self.n} has ended before it said anything")
+        return message[0]
+
     def _receive(self, replica: int) -> tuple[Any, bool] | None:
         try:
             message = self.pipes[replica].recv()
         except (EOFError, OSError):
             self.processes[replica].join()
-            raise RuntimeError(f"replica {replica} of {len(self.pipes)} has died with code "
+            raise RuntimeError(f"replica {replica} of {self.n} has died with code "
                                f"{self.processes[replica].exitcode}") from None
         if isinstance(message, Exception):
             raise message
         return message
 
 
+@contextmanager
+def _without_ctrl_c() -> Iterator[None]:
+    """Ctrl-C waits. A process that is started meanwhile never gets it, not even while Python starts."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    resource_tracker.ensure_running()  # subtle: a process of multiprocessing's own; who starts it lets signals in again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _work(work: Callable, replica: int, pipe: Connection, args: Sequence) -> None:
-    def send(value: Any, done: bool = False) -> None:
-        pipe.send((value, done))
+    def items() -> Iterator[Any]:
+        while True:
+            try:
+                message = pipe.recv()
+            except (EOFError, OSError):
+                raise Gone from None
+            if message is None:
+                return
+            yield message[0]
+
+    def put(message: Any) -> None:
+        try:
+            pipe.send(message)
+        except OSError:
+            raise Gone from None
 
     try:
-        work(replica, (item for item, in iter(pipe.recv, None)), send, *args)
-        pipe.send(None)
-    except (EOFError, BrokenPipeError):  # nobody is there any more
+        work(replica, items(), lambda value, done=False: put((value, done)), *args)
+        put(None)
+    except Gone:
         pass
     except Exception as error:
-        pipe.send(ValueError(str(error) or type(error).__name__))
+        with suppress(Gone):
+            put(ValueError(str(error) or type(error).__name__))
 
 
 # ------------------------------------------------------------------ demo

@@ -18,20 +18,20 @@ from collections.abc import Sequence
 
 import torch
 
-import parallel
+import ranks
 from llm import LLM, load
 
 KINDS = ("all_reduce", "gather", "plan")
 
 
-def launch(ranks: int, argv: Sequence[str]) -> dict:
+def launch(n: int, argv: Sequence[str]) -> dict:
     """The figures of so many ranks, each a process of its own."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [*(command if ranks > 1 else [sys.executable]), "-m", "benchmarks.parallel", *argv]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
+    command = [*(command if n > 1 else [sys.executable]), "-m", "benchmarks.parallel", *argv]
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{ranks} ranks ended with code {done.returncode}: {done.stderr.strip()[:500]}")
+        raise RuntimeError(f"{n} ranks ended with code {done.returncode}: {done.stderr.strip()[:500]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -44,14 +44,14 @@ def written() -> int | None:
         return None
 
 
-def expected(llm: LLM, ranks: int, tokens: int, rows: int) -> dict[str, int]:
+def expected(llm: LLM, size: int, tokens: int, rows: int) -> dict[str, int]:
     """Bytes of one step by the formula: what is added up, and what a rank gives to the gather."""
     c, item = llm.model.config, torch.finfo(llm.dtype).bits // 8
     return {"all_reduce": (2 * c.n_layer + 1) * tokens * c.hidden_size * max(4, item),
-            "gather": rows * -(-c.vocab_size // ranks) * item}
+            "gather": rows * -(-c.vocab_size // size) * item}
 
 
-def steps(llm: LLM, group: parallel.Group | None, batch: int, chunk: int, rounds: int) -> dict:
+def steps(llm: LLM, group: ranks.Group | None, batch: int, chunk: int, rounds: int) -> dict:
     """Medians of `rounds` steps in which `batch` sequences get `chunk` tokens each: seconds, and bytes and seconds of
     each kind of exchange."""
     cache, rows, size = llm.cache, [], 1 if group is None else group.size
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    group = parallel.join() if parallel.launched() else None
+    group = ranks.join() if ranks.launched() else None
     need = max(args.prompt, 1) * (args.rounds + 2)
     llm = load(args.model, dtype=args.dtype, max_batch=max(args.batches), context=need, group=group)
     if group is not None and group.rank:

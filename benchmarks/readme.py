@@ -56,7 +56,17 @@ def beside(found: Mapping) -> list[str]:
     rows = dict(sorted(data["ratios"].items(), key=lambda item: ours(item[0])))  # peers first
     columns = [c for c in data["tokens_per_s"][first] if any(c in row for name, row in rows.items() if not ours(name))]
     return [*table(f"{first} against", columns, rows, lambda x: f"**{x:.2f}**" if x >= 1 else f"{x:.2f}"), "",
-            f"Bold: {first} is faster. {machine(data)}."]
+            f"Bold: {first} is faster. {machine(data)}.", *eagerly(data["tokens_per_s"], columns)]
+
+
+def eagerly(speeds: Mapping[str, Mapping[str, float]], columns: Iterable[str]) -> list[str]:
+    """The same without a compiler, as a share of the better of a peer's settings: ratios of medians."""
+    mine = speeds.get("nanoinfer packed")
+    peers = [row for name, row in speeds.items() if name.startswith("llama.cpp") and "Q4_0" not in name]
+    if mine is None or not peers or mine is next(iter(speeds.values())):
+        return []
+    shares = [f"{c} {mine[c] / max(row[c] for row in peers):.2f}" for c in columns]
+    return ["", f"Without `--compile`, beside llama.cpp's better setting on the same file: {', '.join(shares)}."]
 
 
 def latency(found: Mapping) -> list[str]:

@@ -1,6 +1,12 @@
-"""Fixtures that several test files share."""
+"""Fixtures that several test files share, and the share of the cores that each process of pytest -n has."""
+import os
 import sys
 from pathlib import Path
+
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
+    # Two processes of two threads on two cores wait for each other: 8 minutes for the fast tests instead of 5. What
+    # they start inherits it. Before torch is there, which reads it once.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 
 import pytest
 import torch

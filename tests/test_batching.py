@@ -1306,11 +1306,13 @@ def test_b10_max_tokens(max_tokens, n):
         b.add(Request([1], max_tokens=-1))
 
 
-def test_b13_min_tokens_and_ignore_eos():
+@pytest.mark.parametrize("eos_ids", [[2, 4], [2, 4, 6, 10**6, -1]])
+def test_b13_min_tokens_and_ignore_eos(eos_ids):
     """B13 (NVIDIA/TensorRT-LLM PRs 12358, 12166; vllm-project/vllm PR 32163; sgl-project/sglang PR 31378): the prompt
-    counted, the last vocabulary entry was masked, or only the user's own stop ids were."""
+    counted, the last vocabulary entry was masked, or only the user's own stop ids were. Ids beyond the vocabulary that
+    a config names mask nothing else."""
     row = torch.tensor([0.0, 1, 5, 2, 4, 3])
-    b = batcher_for(forward=scripted(lambda *_: row), vocab=6, eos_ids=[2, 4], decoder=None)
+    b = batcher_for(forward=scripted(lambda *_: row), vocab=6, eos_ids=eos_ids, decoder=None)
     greedy = {"temperature": 0}
     r = Request([1] * 10, id="m", min_tokens=3, max_tokens=6, sampling=greedy)
     i = Request([1] * 10, id="i", ignore_eos=True, max_tokens=6, sampling=greedy)

@@ -344,6 +344,15 @@ def test_tk_02_a_template_cannot_run_for_ever(source):
     assert time.thread_time() - start < 4 * chat.TEMPLATE_SECONDS
 
 
+def test_tk_02_a_template_that_makes_little_is_stopped_by_the_clock(monkeypatch):
+    """TK-02 (guidance-ai/guidance #1475): here it has used up its time before it begins."""
+    little = "{% for m in messages %}{{ m.role | upper }}{% endfor %}"
+    assert run(little) == "USER"
+    monkeypatch.setattr(chat, "TEMPLATE_SECONDS", -1.5)
+    with pytest.raises(ValueError, match=r"chat template was stopped: it runs for more than -1\.5 seconds"):
+        run(little)
+
+
 @pytest.mark.parametrize("source", LARGE, ids=range(len(LARGE)))
 def test_tk_02_a_template_cannot_eat_memory(source):
     """TK-02 (sgl-project/sglang #25009): nor can it build what does not fit: no more than some tens of megabytes."""

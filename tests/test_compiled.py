@@ -1,10 +1,14 @@
 """compiled.py against the model's own steps: first its formula, operation by operation, then what the compiler makes of
 it. Compiling takes half a minute, so the tests that do are marked slow."""
 import dataclasses
+import io
 import random
+import sys
 import warnings
 import zipfile
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -189,6 +193,120 @@ def test_the_batcher_gives_the_same_answers(tmp_path, as_formula):
         answers.append([s.ids for r in requests for s in r.samples])
         cache.check()
     assert answers[0] == answers[1] and forward["forward"].compiled > 5
+
+
+# ------------------------------------------------------------------ what the compiler gets, and what becomes of it
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """In place of the compiler: keeps what it is given, and writes a file as the compiler does."""
+    seen = SimpleNamespace(graph=None, configs={}, fails=None)
+
+    def compile_and_package(graph, package_path, inductor_configs):
+        seen.graph, seen.configs = graph, inductor_configs
+        Path(package_path).write_bytes(b"half" if seen.fails else b"whole")
+        print("warnings by the thousand", file=sys.stderr)
+        if seen.fails:
+            raise seen.fails
+        return package_path
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_and_package)
+    return seen
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_step_written_down_from_one_example_is_right_for_others(tmp_path, compiler, capsys, alone, window):
+    """Other numbers of blocks, of columns of the table and of sequences than those that it was written down with."""
+    model, path = new_model(sliding_window=window), tmp_path / "new" / "step.pt2"
+    step, draw = DecodeStep(model, 8 ** -0.5, window, alone), torch.Generator().manual_seed(1)
+    compiled.compile_step(step, torch.zeros(2, 2, 2, 60, BLOCK, 8, dtype=torch.float64), str(path))
+    assert path.read_bytes() == b"whole" and list(path.parent.iterdir()) == [path]
+    assert capsys.readouterr().err == "" and compiler.configs["aot_inductor.package_constants_in_so"] is False
+    graph = compiler.graph.module()
+    for B, J, n_blocks in ((1, 2, 9), (1, 11, 200)) if alone else ((2, 2, 9), (3, 3, 60), (7, 5, 100)):
+        pool = torch.randn(2, 2, 2, n_blocks, BLOCK, 8, generator=draw, dtype=torch.float64)
+        table = torch.randint(n_blocks, (B, J), generator=draw)
+        seen = torch.randint(J * BLOCK + 1, (B,), generator=draw)
+        arguments = torch.arange(B) + 3, seen, pool, table, seen
+        for a, b in zip(graph(*arguments), step(*arguments), strict=True):
+            assert a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("error, reason", [
+    (RuntimeError("\n  cc1plus: out of memory\nmore lines\n"), r"RuntimeError: cc1plus: out of memory\)"),
+    (AssertionError(), r"AssertionError: no reason given\)"), (OSError("x" * 900), f"OSError: {'x' * 200}\\)")])
+def test_a_compiler_that_fails_leaves_one_line_and_no_file(tmp_path, compiler, capsys, error, reason):
+    compiler.fails, model = error, new_model(n_layer=1)
+    with pytest.raises(RuntimeError, match=f"could not be compiled \\({reason}; compiling needs a C") as caught:
+        Compiled(model, new_cache(model), str(tmp_path / "kept"))
+    assert "\n" not in str(caught.value) and capsys.readouterr().err == ""
+    assert list((tmp_path / "kept").iterdir()) == []
+    compiler.fails = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        Compiled(model, new_cache(model), str(tmp_path / "kept"))
+    assert list((tmp_path / "kept").iterdir()) == []
+
+
+def packed_model() -> Llama:
+    """Every matrix in 4 bits, in groups of 32; the embedding, which is the head too, stays as it is."""
+    model = new_model(torch.bfloat16, n_head=8, intermediate_size=64)
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, torch.nn.Linear):
+                setattr(parent, name, packed.QuantLinear(packed.repack(child.weight.data, 4)[0]))
+    return model
+
+
+@pytest.mark.parametrize("weights, alone, tried", [
+    ("packed", True, True), ("packed", False, False), ("bfloat16", True, False)])
+def test_products_are_tried_out_for_one_row_of_packed_weights_only(tmp_path, compiler, weights, alone, tried):
+    """Of matrices in floating point Inductor's own product would put packed copies into the library."""
+    model = packed_model() if weights == "packed" else new_model(torch.bfloat16)
+    step = DecodeStep(model, 1.0, None, alone)
+    compiled.compile_step(step, torch.zeros(2, 2, 2, 9, BLOCK, 8, dtype=torch.bfloat16), str(tmp_path / "step.pt2"))
+    assert compiler.configs.get("max_autotune", False) == tried
+
+
+def test_a_library_uses_the_models_own_weights_where_they_lie(monkeypatch):
+    """Parameters and buffers under their names, the rotary frequencies, which are neither, and the one group size."""
+    model, given = packed_model(), {}
+    names = [name for name, _ in (*model.named_parameters(prefix="model"), *model.named_buffers(prefix="model"))]
+
+    def load_constants(weights, use_inactive, check_full_update, user_managed):
+        given.update(weights)
+        assert (use_inactive, check_full_update, user_managed) == (False, True, True)
+
+    def library(path, name, *more):
+        assert (path, name) == ("a.pt2", "model")
+        return SimpleNamespace(get_constant_fqns=lambda: [*names, "_tensor_constant0", "_weight_int4pack_mm_group"],
+                               load_constants=load_constants, run=lambda arguments: [sum(arguments), len(arguments)])
+
+    monkeypatch.setattr(torch._C._aoti, "AOTIModelPackageLoader", library)
+    run = compiled.load_step(DecodeStep(model, 1.0, None, True), "a.pt2")
+    own = dict((*model.named_parameters(prefix="model"), *model.named_buffers(prefix="model")))
+    assert len(names) > 10 and all(given[name].data_ptr() == own[name].data_ptr() for name in names)
+    assert not any(tensor.requires_grad for tensor in given.values())
+    assert given["_tensor_constant0"] is model.rotary.inv_freq
+    assert int(given["_weight_int4pack_mm_group"]) == 32 and len(given) == len(names) + 2
+    assert run(*map(torch.tensor, (1, 2, 3))) == [6, 3] and run.weights == given, "what the library points to lives on"
+
+
+def test_a_library_is_of_one_kind_of_processor(monkeypatch):
+    """Another machine's, and one's own where the system does not say, are other libraries."""
+    step, pool = DecodeStep(new_model(), 1.0, None, True), torch.zeros(2, 2, 2, 9, BLOCK, 8)
+    keys = set()
+    for text in (None, "model name\t: x\nflags\t\t: fpu avx2\n", "flags\t\t: fpu avx2 avx512f\n"):
+        def cpuinfo(path, text=text):
+            if text is None:
+                raise FileNotFoundError(path)
+            return io.StringIO(text)
+
+        monkeypatch.setattr(compiled, "open", cpuinfo, raising=False)
+        keys.add(compiled.library_key(step, pool))
+        assert compiled.library_key(step, pool) in keys, "the same again"
+    assert len(keys) == 3
 
 
 # ------------------------------------------------------------------ compiled

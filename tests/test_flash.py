@@ -575,6 +575,14 @@ def test_a_wrong_argument_is_named(name):
     assert re.search(WRONG[name][1], message)
 
 
+@needs_triton
+def test_what_dense_attention_does_not_take_is_said():
+    """Codes, which have no scales here; a window without a diagonal to lie along; keys of another batch."""
+    says = ("no quantized keys", "a window only if causal", r"\(1, 4, 2, 16\) and k \(2, 4, 2, 16\)")
+    for (kind, message), words in zip(outcomes("interpret")["wrong dense"], says, strict=True):
+        assert kind == "ValueError" and re.search(words, message)
+
+
 # ------------------------------------------------------------------ machine code
 
 
@@ -606,6 +614,25 @@ WIDTHS = (((32, 1), 80), ((32, 32), 96), ((28, 4), 112), ((8, 4), 256))
 OTHER = [Compiled(cc, *width, form) for i, width in enumerate(WIDTHS)
          for j, form in enumerate(("few", "many")) for cc in ((80, 90), (120, 100))[(i + j) % 2]]
 OTHER += [Compiled(80, *LLAMA, "many", "fp32"), Compiled(90, *LLAMA, "few", "fp32")]
+
+
+@pytest.mark.parametrize("codes", [False, True])
+@pytest.mark.parametrize("D", [16, 64, 80, 128, 256])
+@pytest.mark.parametrize("cc", SHARED)
+def test_tiles_for_many_tokens_fit_the_chip(cc, D, codes):
+    """Keys and values that are on their way at a time leave room in shared memory, a piece of keys is whole tiles, and
+    float32, which tensor cores would round, gets no taller tiles than 16 bits do."""
+    import flash
+
+    width, rows = max(16, 1 << (D - 1).bit_length()), []
+    for dtype, n_bytes in ((torch.float32, 4), (torch.bfloat16, 2), (torch.float16, 2)):
+        tile = flash.tile_config(cc, D, 3, dtype, codes, many=True, window=False)
+        held = tile["num_stages"] * 2 * tile["BLOCK_N"] * width * (1 if codes else n_bytes)
+        assert held < SHARED[cc] * 1024 and flash.SPLIT % tile["BLOCK_N"] == 0 and tile["BLOCK_M"] % 16 == 0
+        rows.append(tile["BLOCK_M"])
+    assert rows[0] == 16 < rows[1] == rows[2], "16 rows are the least that a product takes"
+    few = flash.tile_config(cc, D, 3, torch.float32, codes, many=False, window=True)
+    assert few["BLOCK_M"] == 16 and few["maxnreg"] == 255
 
 
 @needs_triton
@@ -929,6 +956,10 @@ def specials(flash) -> dict:
     for name, (change, _) in WRONG.items():
         arguments, options = wrong_call(**change)
         found[f"wrong {name}"] = error_of(flash.paged_attention, *arguments, **options)
+    x, codes = torch.zeros(1, 4, 2, 16), torch.zeros(1, 4, 2, 16, dtype=torch.int8)
+    found["wrong dense"] = [error_of(flash.flash_attention, x, codes, codes),
+                            error_of(flash.flash_attention, x, x, x, False, window=3),
+                            error_of(flash.flash_attention, x, torch.cat((x, x)), torch.cat((x, x)))]
     return found
 
 

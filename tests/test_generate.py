@@ -376,6 +376,10 @@ WRONG = {  # name: (command line, what the message mentions); MODEL stands for a
     "system with raw": ("x --system s --raw --model MODEL", "--raw"),
     "no schema": ("x --json-schema TMP/nowhere.json", "nowhere.json cannot be read"),
     "schema that is no JSON": ("x --json-schema TMP/notes.txt", "notes.txt is no JSON"),
+    "beams that are alike": ("x --beams 2 --deterministic --model MODEL", "leave it out, or --deterministic"),
+    "beams and drafts": ("x --beams 2 --draft ngram --model MODEL", "leave out --draft"),
+    "replicas of one answer": ("x --replicas 2 --model MODEL", "--replicas goes with --prompts"),
+    "no replicas": ("--prompts TMP/notes.txt --replicas 0 --model MODEL", "--replicas is 0, but must be 1 or more"),
     "schema and regex": ("x --json-schema TMP/notes.txt --regex a", "not allowed with"),
 }
 
@@ -401,6 +405,45 @@ def test_damaged_weights_are_one_line_and_exit_code_2(capsys, tmp_path):
 def test_debug_shows_the_traceback(folder):
     with pytest.raises(ValueError):
         generate.main(["x", "--model", folder, "--temperature", "-1", "--debug"])
+
+
+@pytest.mark.parametrize("flags, note", [
+    (["--top-k", "3"], "note: --top-k changes nothing at temperature 0; add --temperature"),
+    (["--n", "2"], "note: --n changes nothing at temperature 0; add --temperature"),
+    (["--beams", "2", "--seed", "1"], "note: --seed changes nothing with --beams, which draws nothing"),
+    (["--top-k", "3", "--temperature", "0"], None), (["--top-k", "3", "--temperature", "1"], None), ([], None),
+    (["--top-k", "3", "--quiet"], None), (["--beams", "2", "--seed", "1", "--quiet"], None), (["--beams", "2"], None)])
+def test_flags_that_change_nothing_are_told(capsys, folder, flags, note):
+    code, _, err = run(capsys, "hello", "--model", folder, "--max-tokens", "2", *flags)
+    assert code == 0 and [line for line in err.splitlines() if "changes nothing" in line] == ([note] if note else [])
+
+
+def test_what_cannot_stream_is_said(capsys, folder, monkeypatch):
+    """A program that was started with a closed output, or with a closed input and no prompt."""
+    for stream, argv in (("stdin", []), ("stdout", ["hello"])):
+        with monkeypatch.context() as closed:
+            closed.setattr(sys, stream, None)
+            assert generate.main([*argv, "--model", folder]) == 2
+        assert capsys.readouterr().err == "error: standard output, or standard input without a prompt, is closed\n"
+
+
+def test_a_second_ctrl_c_ends_the_program(capsys, folder, monkeypatch):
+    """The first ends the answer after its token, with what there is; and afterwards Ctrl-C is what it was before."""
+    before, begin, times = signal.getsignal(signal.SIGINT), generate.Answer.begin, 1
+
+    def interrupted(answer):
+        begin(answer)
+        for _ in range(times):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(generate.Answer, "begin", interrupted)
+    flags = ("hello", "--model", folder, "--max-tokens", "9")
+    code, out, err = run(capsys, *flags)
+    assert code == 130 and out == "\n" and err.rstrip().endswith("| abort")
+    times = 2
+    code, out, err = run(capsys, *flags)
+    assert (code, out) == (130, "") and "abort" not in err and "Traceback" not in err
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_help_shows_defaults_and_examples(capsys):
@@ -468,6 +511,29 @@ def test_ctrl_c_at_the_prompt_or_before_the_first_token_costs_no_history(capsys,
     assert code == 0 and aborted
     roles = [m["role"] for m in asked[-1]]
     assert roles == ["user", "assistant", "user"] and [m["content"] for m in asked[-1]][::2] == ["one", "three"]
+
+
+def test_each_turn_of_a_conversation_has_its_own_randomness(capsys, monkeypatch, tmp_path):
+    """All of it from one seed: again the same conversation, and not the same draws in each turn."""
+    folder = tiny_folder(tmp_path / "m", max_position_embeddings=1024)
+    seeds, answer = [], generate.LLM.answer
+    monkeypatch.setattr(generate.LLM, "answer", lambda llm, ids, **how: seeds.append(how["seed"]) or answer(
+        llm, ids, **how))
+    said = []
+    for seed in (["--seed", "5"], ["--seed", "5"], ["--seed", "6"], []):
+        code, out, _ = talk(capsys, monkeypatch, folder, ["hi", "hi", "hi"], "--max-tokens", "6", "--temperature", "1",
+                            "--quiet", *seed)
+        assert code == 0
+        said.append(out)
+    assert said[0] == said[1] != said[2] and len(set(seeds[1:4])) == 3 and seeds[1:4] == seeds[5:8]
+    assert seeds[-3:] == [None] * 3
+
+
+def test_debug_shows_the_traceback_of_a_turn(capsys, monkeypatch, folder):
+    with pytest.raises(ValueError, match="tokens, but the context is 64"):
+        talk(capsys, monkeypatch, folder, ["x" * 100], "--debug")
+    capsys.readouterr()
+    assert talk(capsys, monkeypatch, folder, ["x" * 100])[0] == 0
 
 
 def test_a_long_conversation_drops_its_oldest_turns_and_says_so(capsys, monkeypatch, tmp_path):
@@ -618,6 +684,11 @@ def test_drafts_change_nothing_but_the_speed(capsys, folder, llm):
         assert code == 0 and out == wanted.text + "\n"
         assert "tokens a pass" in err and "times as fast; the same tokens" in err
         assert flags[1] == "ngram" or "100% accepted" in err
+
+
+def test_one_token_has_no_speed_to_compare(capsys, folder):
+    code, _, err = run(capsys, "abc", "--raw", "--model", folder, "--max-tokens", "1", "--draft", "ngram", "--compare")
+    assert code == 0 and "too short an answer to compare speeds" in err and "times as fast" not in err
 
 
 def test_a_draft_model_must_have_the_vocabulary(folder, tmp_path):

@@ -316,6 +316,7 @@ def test_embedding_looks_up_rows(bits, kind):
         assert QuantEmbedding(w, torch.float32)(ids[:0]).shape == (0, 2, K)
         with pytest.raises(IndexError):
             QuantEmbedding(w, torch.float32)(torch.tensor([10]))
+        assert repr(QuantEmbedding(w, torch.float32)) == f"QuantEmbedding(10, {K})"
 
 
 def test_gq_12_a_packed_head_leaves_the_embedding_alone():
@@ -418,6 +419,19 @@ def test_under_another_default_device():
 
 
 WEIGHT = random_weight(64, 64, 2, 4)
+
+
+def test_what_a_gpu_has_a_kernel_for_is_known_beforehand(monkeypatch):
+    """With triton: groups of a multiple of 16, whatever the rows are; never fp8, nor groups of unlike sizes."""
+    monkeypatch.setattr(packed, "triton", None)
+    assert not fast(random_weight(7, 48, 3, 4), "cuda")
+    monkeypatch.setattr(packed, "triton", object())
+    for (N, K, G), kernel in (((7, 48, 3), True), ((64, 64, 1), True), ((64, 40, 5), False), ((1, 16, 1), True)):
+        assert fast(random_weight(N, K, G, 4), "cuda") == fast(random_weight(N, K, G, 8), "cuda:1") == kernel
+    unlike = random_weight(8, 64, 2, 4) | {"g_idx": (torch.arange(64) > 20).int()}
+    assert not fast(unlike, "cuda") and fast(random_weight(8, 64, 2, 4, act_order=True), "cuda")
+    assert not fast(random_weight(8, 64, 2, 8) | {"codes": torch.zeros(8, 64).to(torch.float8_e4m3fn)}, "cuda")
+    assert not fast(random_weight(7, 48, 3, 4), "cpu"), "seven rows are no block of the CPU's"
 
 
 def test_nibbles():

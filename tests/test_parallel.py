@@ -1,9 +1,10 @@
-"""parallel.py: several ranks against one process. The ranks are processes of a fork server, which has imported all
-before; their store lives in the test's own process, as torchrun's lives in its agent."""
+"""parallel.py and ranks.py: several ranks against one process. The ranks are processes of a fork server, which has
+imported all before; their store lives in the test's own process, as torchrun's lives in its agent."""
 import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -29,6 +30,7 @@ import generate
 import layouts
 import packed
 import parallel
+import ranks
 import sampling
 import speculative
 from batching import Batcher, Request
@@ -56,10 +58,10 @@ def _rank(pipe, environment: dict, target, args) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
     try:
-        if target in (command, mortal, impatient, bytes_read):  # which join by themselves, if at all
+        if target in (command, mortal, elsewhere, bytes_read):  # which join by themselves, if at all
             result = target(*args)
         else:
-            group = parallel.join()
+            group = ranks.join()
             result = target(group, *args)
             group.close()
     except BaseException:
@@ -78,9 +80,11 @@ def command(*argv: str) -> tuple[int, str, str]:
     return code, out.getvalue(), err.getvalue()
 
 
-def start(size: int, target, *args, ranks: int | None = None, others: tuple | None = None, agent: bool = True):
-    """Processes and pipes of `ranks` (else all) of `size` ranks, each of which runs target(group, *args), all but the
-    first one with other arguments, if there are any. agent: the store that they meet in is not one of theirs."""
+def start(size: int, target, *args, numbers: list | None = None, others: tuple | None = None, agent: bool = True,
+          wait_s: int = 300):
+    """Processes and pipes of the ranks of these numbers (else all of `size`), each of which runs target(group, *args),
+    all but the first one with other arguments, if there are any. agent: the store that they meet in is not one of
+    theirs."""
     context = get_context("forkserver")
     context.set_forkserver_preload(["test_parallel"])
     with pytest.MonkeyPatch.context() as patch:
@@ -91,10 +95,10 @@ def start(size: int, target, *args, ranks: int | None = None, others: tuple | No
     port, running = store.port, []
     if not agent:  # the same port, most likely free again; rank 0 hosts the store
         store = None
-    for rank in range(size if ranks is None else ranks):
+    for rank in range(size) if numbers is None else numbers:
         here, there = context.Pipe()
         own = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-               "TORCHELASTIC_USE_AGENT_STORE": str(agent), "TORCHELASTIC_RESTART_COUNT": "0"}
+               "TORCHELASTIC_USE_AGENT_STORE": str(agent), "JOIN_SECONDS": str(wait_s)}
         mine = others if rank and others is not None else args
         process = context.Process(target=_rank, args=(there, own, target, mine), daemon=True)
         process.start()
@@ -156,7 +160,7 @@ def cache_of(config: Config, n_blocks: int = 40, dtype=torch.float64, kernel=att
                         dtype=dtype, window=config.sliding_window, attention=kernel)
 
 
-def part_of(group: parallel.Group, config: Config, tensors: dict, **options) -> tuple[Llama, PagedKVCache]:
+def part_of(group: ranks.Group, config: Config, tensors: dict, **options) -> tuple[Llama, PagedKVCache]:
     mine = parallel.shard_config(config, group.rank, group.size)
     shards = parallel.Shards(tensors, config, group.rank, group.size)
     model = Llama.from_tensors(mine, shards, torch.float64, packed=packed)
@@ -198,8 +202,8 @@ def alone(config: Config, tensors: dict):
 def shared_steps(group, config, tensors, dtype):
     model, cache = part_of(group, config, tensors, dtype=dtype, kernel=attention.paged_attention)
     if group.rank:
-        return parallel.follow(model, cache, group)
-    logits = mixed_steps(parallel.Leader(model, cache, group), cache, config.vocab_size)
+        return ranks.follow(model, cache, group)
+    logits = mixed_steps(ranks.Leader(model, cache, group), cache, config.vocab_size)
     return logits, dict(group.calls), dict(group.bytes)
 
 
@@ -256,10 +260,10 @@ def batcher_of(model, cache, drafts: int = 0, **options) -> Batcher:
 def shared_traffic(group, config, tensors, seeds, drafts, n_blocks, deaf=False):
     model, cache = part_of(group, config, tensors, n_blocks=n_blocks)
     if deaf:
-        parallel._copy_blocks = lambda *_: None
+        ranks._copy_blocks = lambda *_: None
     if group.rank:
-        return parallel.follow(model, cache, group)
-    leader = parallel.Leader(model, cache, group)
+        return ranks.follow(model, cache, group)
+    leader = ranks.Leader(model, cache, group)
     said = [serve(batcher_of(model, cache, drafts, forward=leader), seed, not deaf) for seed in seeds]
     return said, cache.stats.copied
 
@@ -267,13 +271,14 @@ def shared_traffic(group, config, tensors, seeds, drafts, n_blocks, deaf=False):
 TRAFFIC = replace(CONFIG, n_head=4, n_kv_head=2, tie_embeddings=False)
 
 
-@pytest.mark.parametrize("size, drafts, packed_bits", [(2, 0, None), (4, 3, None), (2, 2, 4)])
-def test_random_traffic_equals_one_process(size, drafts, packed_bits):
-    tensors, seeds = tensors_of(TRAFFIC, packed_bits, group=4), range(3)
-    model = Llama.from_tensors(TRAFFIC, tensors, torch.float64, packed=packed)
-    cache = cache_of(TRAFFIC, 22)
+@pytest.mark.parametrize("size, config, drafts, packed_bits", [
+    (2, TRAFFIC, 0, None), (4, TRAFFIC, 3, None), (2, TRAFFIC, 2, 4), (3, CONFIG, 2, None), (3, CONFIG, 0, 4)])
+def test_random_traffic_equals_one_process(size, config, drafts, packed_bits):
+    tensors, seeds = tensors_of(config, packed_bits, group=4), range(3)
+    model = Llama.from_tensors(config, tensors, torch.float64, packed=packed)
+    cache = cache_of(config, 22)
     wanted = [serve(batcher_of(model, cache, drafts), seed) for seed in seeds]
-    (found, copied), *_ = together(size, shared_traffic, TRAFFIC, tensors, seeds, drafts, 22)
+    (found, copied), *_ = together(size, shared_traffic, config, tensors, seeds, drafts, 22)
     assert found == wanted and copied == cache.stats.copied > 5
     assert cache.stats.found > 50 and sum(map(len, wanted[0])) > 60
 
@@ -396,15 +401,61 @@ def ends(results, why: str, codes=(2,)) -> None:
     assert said.count("\n") == 1 and why in said, said
 
 
-def test_two_of_three_ranks_do_not_wait_for_ever():
-    for said in finish(start(3, impatient, ranks=2)):
-        assert "did not find the 3 ranks that WORLD_SIZE speaks of within 3 s" in said
+@pytest.mark.parametrize("numbers, why", [
+    ([0, 1], "within 3 s only 2 of the 3 ranks that WORLD_SIZE speaks of have come, but not 2; start them too"),
+    ([2], "only 1 of the 3 ranks that WORLD_SIZE speaks of have come, but not 0, 1; start them too, or wait longer for "
+          "slow machines: JOIN_SECONDS=15"),
+    ([0, 1, 1], "two processes have RANK 1; give each of the 3 a number of its own, from 0 to 2")], ids=str)
+@pytest.mark.parametrize("agent", [True, False])
+def test_ranks_that_are_missing_are_not_waited_for(folder, numbers, why, agent):
+    """All that are there end, and in one line one of them says why. agent: torchrun's store, or rank 0's."""
+    if not agent and 0 not in numbers:
+        why = "has found no rank 0 at 127.0.0.1:"
+    ends(finish(start(3, command, "--model", folder, *ASK, numbers=numbers, agent=agent, wait_s=3)), why)
 
 
-def impatient() -> str:
-    with pytest.raises(ValueError) as error:
-        parallel.join(wait_s=3)
-    return str(error.value)
+def elsewhere(size: int, *argv: str):
+    os.environ["WORLD_SIZE"] = str(size)
+    return command(*argv)
+
+
+def test_ranks_that_expect_different_numbers_are_told_so(folder):
+    results = finish(start(2, elsewhere, 2, "--model", folder, *ASK, others=(3, "--model", folder, *ASK)))
+    ends(results, "; start all ranks with the same number")
+
+
+@pytest.mark.parametrize("name, value, why", [
+    ("JOIN_SECONDS", "soon", "JOIN_SECONDS is 'soon', but must be a whole number from 1 to 86400"),
+    ("JOIN_SECONDS", "0", "from 1 to 86400"), ("MASTER_PORT", "", "MASTER_ADDR is 'nowhere' and MASTER_PORT ''"),
+    ("MASTER_PORT", "65536", "set them to where rank 0 can be reached"), ("MASTER_ADDR", "", "MASTER_ADDR is ''")])
+def test_variables_that_cannot_be_meant_are_refused_at_once(monkeypatch, name, value, why):
+    for key, usual in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "nowhere"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(key, usual)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=re.escape(why)):
+        ranks.join()
+
+
+def test_the_wait_is_short_and_can_be_lengthened(monkeypatch):
+    """Every rank ends within seconds; whose machines start slowly finds in the message how to wait longer."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("JOIN_SECONDS", raising=False)
+    assert ranks._numbers(None) == (1, 2, ranks.JOIN_S) and ranks.JOIN_S <= 30
+    monkeypatch.setenv("JOIN_SECONDS", "100")
+    assert ranks._numbers(None) == (1, 2, 100.0) and ranks._numbers(7.5) == (1, 2, 7.5)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_several_ranks_do_not_write_one_folder(folder, tmp_path, monkeypatch, capsys, rank):
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(SystemExit) as end:
+        generate.main(["quantize", folder, "--method", "rtn", "--out", str(tmp_path / "out")])
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and not (tmp_path / "out").exists()
+    assert said.startswith("error: quantize is the work of one process") if rank == 0 else said == ""
 
 
 @pytest.mark.parametrize("changes", [{"rope_theta": 20000.0}, {"num_hidden_layers": 1}])
@@ -440,7 +491,7 @@ def test_a_rank_that_cannot_be_is_refused_at_once(monkeypatch, rank, size):
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", size)
     with pytest.raises(ValueError, match=f"RANK is '{rank}' and WORLD_SIZE '{size}'"):
-        parallel.join()
+        ranks.join()
 
 
 @pytest.mark.parametrize("argv, why", [
@@ -475,14 +526,16 @@ class Dies:
         if self.at < 0:
             if self.how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "interrupted":
+                raise KeyboardInterrupt
             raise RuntimeError("out of memory, say")
         return self.run(step, rows)
 
 
 def mortal(victim: int, how: str, at: int, *argv: str):
-    eagerly = parallel._eagerly
+    eagerly = ranks._eagerly
     if int(os.environ["RANK"]) == victim:
-        parallel._eagerly = lambda model: Dies(how, at, eagerly(model))
+        ranks._eagerly = lambda model: Dies(how, at, eagerly(model))
     return command(*argv)
 
 
@@ -502,6 +555,40 @@ def test_without_torchrun_too_one_rank_says_why(folder, victim):
     results = finish(start(3, mortal, victim, "killed", 3, *ask, agent=False))
     assert results[victim] is None
     ends(results, "another of the 3 ranks has ended")
+
+
+@pytest.mark.parametrize("agent", [True, False])
+@pytest.mark.parametrize("at", [0, 3])
+def test_ctrl_c_in_the_middle_of_a_step_is_no_error(folder, agent, at):
+    """Rank 0 leaves the others in theirs, and they end without a word."""
+    ask = ("--model", folder, "--temperature", "0", "--quiet", *ASK)
+    (code, _, err), *others = finish(start(3, mortal, 0, "interrupted", at, *ask, agent=agent))
+    assert (code, err) == (130, "") and all(said[1:] == ("", "") for said in others)
+
+
+@pytest.mark.slow
+def test_ctrl_c_under_torchrun(folder):
+    """Torchrun's processes are a session of their own, so a terminal's Ctrl-C comes to torchrun, which hands it on,
+    waits for them and reports it as a traceback. They do not let it wait, and say no word beside that."""
+    pty = pytest.importorskip("pty")
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    pid, terminal = pty.fork()
+    if not pid:
+        os.chdir(root)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        os.execv(sys.executable, [*torchrun, "generate.py", "--model", folder, "--dtype", "float64", "--ignore-eos"])
+    said, keys = "", [("> ", b"hello\n"), ("> hello\r\n", b"\x03")]
+    while True:
+        try:
+            said += os.read(terminal, 65536).decode(errors="replace")
+        except OSError:  # the last process has ended
+            break
+        if keys and keys[0][0] in said:
+            os.write(terminal, keys.pop(0)[1])
+    assert os.waitpid(pid, 0)[1] != 0
+    assert "Ctrl-C ends torchrun, with a traceback of its own" in said and not keys
+    assert said.count("Traceback") == said.count("SignalException: ") == 1
+    assert "forcefully" not in said and "KeyboardInterrupt" not in said and "error: " not in said
 
 
 @pytest.mark.slow
@@ -526,8 +613,8 @@ def idle(group, seconds):
         time.sleep(seconds)
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        parallel.follow(lambda *_: None, cache_of(CONFIG), group)
-    except parallel.RankLost as error:
+        ranks.follow(lambda *_: None, cache_of(CONFIG), group)
+    except ranks.RankLost as error:
         return str(error)
 
 
@@ -713,8 +800,8 @@ def padded_decoding(group, config, tensors):
     model, cache = part_of(group, config, tensors)
     run = Graphs(model, cache, 4, capture=lambda fn: fn)
     if group.rank:
-        return parallel.follow(model, cache, group, run)
-    return decoding(parallel.Leader(model, cache, group, run), cache), run.replayed, run.eager
+        return ranks.follow(model, cache, group, run)
+    return decoding(ranks.Leader(model, cache, group, run), cache), run.replayed, run.eager
 
 
 @pytest.mark.parametrize("name", ["9/3 on 3, tied", "8/2 on 4, KV heads replicated"])
@@ -745,11 +832,11 @@ def test_tp12_16_bits_are_added_up_in_32():
 def test_bytes_exchanged_are_those_of_the_formula(folder):
     """`bench.py parallel` on two and three ranks. What the system says was sent is more, by headers, but not by far;
     and of a ring's bytes nothing is missing."""
-    from benchmarks import parallel as ranks
+    from benchmarks import parallel as measured
 
     argv = ["--model", folder, "--dtype", "float64", "--batches", "1", "3", "--prompt", "8", "--rounds", "3"]
     for n in (2, 3):
-        for name, x in ranks.launch(n, argv)["steps"].items():
+        for name, x in measured.launch(n, argv)["steps"].items():
             tokens = {"decode 1": 1, "decode 3": 3, "prompt 8": 8}[name]
             assert x["all_reduce bytes"] == x["all_reduce formula"] == 5 * tokens * 32 * 8
             assert x["gather bytes"] == x["gather formula"]
