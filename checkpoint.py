@@ -215,7 +215,8 @@ def writable(folder: str | os.PathLike, force: bool = False) -> Path:
     target = Path(os.path.realpath(Path(folder).expanduser()))
     full = target.exists() and (not target.is_dir() or any(target.iterdir()))
     if full and not force:
-        raise FileExistsError(f"{target} exists and is not empty; choose another folder, or force replacing it")
+        raise FileExistsError(f"{target} exists and is not empty; choose another folder, or replace it with --force "
+                              "(force=True)")
     if full and not (target / "config.json").is_file():
         raise FileExistsError(f"{target} is not a checkpoint (it has no config.json), so it is not replaced")
     return target
@@ -323,8 +324,11 @@ def _write_shard(path: Path, shard: dict[str, Tensor]):
         if tensor.data_ptr() < end:
             shard[name] = tensor.clone()
         end = max(end, tensor.data_ptr() + tensor.nbytes)
+    path.touch()
+    mode = path.stat().st_mode
     try:
         save_file(shard, path, metadata={"format": "pt"})
+        path.chmod(mode)  # it makes files that nobody else can read, whatever the umask says
     except (ValueError, KeyError, TypeError, RuntimeError) as e:
         raise ValueError(f"tensors {', '.join(shard):.200} cannot be written as safetensors: {e}") from None
 

@@ -65,7 +65,8 @@ def own_text(path: str | None, sequences: int = SEQUENCES, length: int = LENGTH,
             return ids
     except (OSError, ValueError, TypeError):
         pass
-    print(f"The model writes its calibration text, {sequences} times {length} tokens; kept in {kept}", file=sys.stderr)
+    print(f"The model writes its calibration text, {sequences} times {length} tokens (some minutes); kept in "
+          f"{kept}", file=sys.stderr)
     ordinary = [i for i in range(one.model.config.vocab_size) if i not in one.tokenizer.special_ids]
     firsts = random.Random(seed).choices(ordinary, k=sequences)
     requests = [Request([first], max_tokens=length - 1, ignore_eos=True, sampling={"temperature": 1.0}, seed=seed + i,

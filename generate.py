@@ -244,7 +244,8 @@ def _statistics(llm: LLM, answer: Answer) -> str:
     if answer.ttft_s is not None:
         parts.append(f"{'found' if answer.scores else 'first token'} after {answer.ttft_s:.2f} s")
     speed = f" at {answer.tokens_per_s:.1f} tokens/s" if answer.tokens_per_s else ""
-    several = f" and {len(answer.samples) - 1} more answers" if len(answer.samples) > 1 else ""
+    more = len(answer.samples) - 1
+    several = f" and {more} more answer{'s' * (more > 1)}" if more else ""
     parts += [f"{len(answer.ids)} tokens{speed}{several}", *drafting(llm)]
     return " | ".join([*parts, *(f"score {score:.4f}" for score in answer.scores[:1]), f"{answer.finish_reason}"])
 
@@ -310,6 +311,9 @@ def _one(llm: LLM, prompt: str, args: argparse.Namespace) -> int:
         _stream(answer)
     if not args.quiet:
         say(_statistics(llm, answer))
+        if answer.finish_reason == "length" and (args.json_schema or args.regex):
+            say("note: the answer was cut before it had the form that was asked for; raise --max-tokens, or let the "
+                'form end sooner (a schema with "additionalProperties": false)')
     if args.compare and answer.finish_reason != "abort":
         say(_compare(llm, answer.prompt_ids, args))
     return 130 if answer.finish_reason == "abort" else 0

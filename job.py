@@ -152,6 +152,8 @@ class _Job:
         wall, s = time.perf_counter() - self.begin, self.stats
         hits = f", {s.cached / s.prompt:.0%} of them cached" if s.prompt else ""
         before = f"; {self.done} were answered before" if self.done else ""
+        before += (f"; {self.results.changed} had answers to other prompts, options or models, and were asked anew"
+                   if self.results.changed else "")
         parts = [f"{s.prompt:,} prompt tokens{hits}", f"{s.preempted:,} preemptions", *self._drafting(),
                  f"{self.broken} errors{before}"]
         return traffic.describe(traffic.summary(self.times, wall)) + "\n" + "; ".join(parts)

@@ -139,9 +139,9 @@ def _alike(model: Llama, most: int) -> int:
         bits = model(tokens[-n:], torch.arange(most - n, most), attend, torch.arange(n)).view(torch.uint8)  # (n, ..)
         if before is not None and not torch.equal(bits[1:], before):
             dtype = str(model.model["norm"].weight.dtype).removeprefix("torch.")
+            other = ", or take packed weights or --dtype bfloat16" if dtype == "float32" else ""
             raise ValueError(f"--deterministic cannot be kept: {n} rows of this model, in {dtype} and on this machine, "
-                             f"have other bits than each by itself; lower --max-batch to {n - 1}, or take packed "
-                             "weights or --dtype bfloat16")
+                             f"have other bits than each by itself; lower --max-batch to {n - 1}{other}")
         before = bits
     return most
 

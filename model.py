@@ -12,6 +12,9 @@ decides what that means. With none given it is dense causal attention, so the fi
 In the second form N tokens of any mix of sequences are packed one behind the other (prefill chunks, decode steps,
 drafts to verify: the model cannot tell), and the head, a fifth of a small model's work, runs on `rows` only.
 
+On a CPU, where few rows are all overhead, `fuse_` adds a second form of the same block (Block.bare, at the end of it):
+leave that, and all that says oneDNN, for a second reading.
+
 One code path covers Llama 2 / 3 / 3.1 / 3.2, SmolLM2, TinyLlama, Mistral, Qwen2 / 2.5 and Qwen3: what differs is a
 line of the table FAMILIES and the frequencies of the rotary embedding. What is not implemented is refused by name
 (mixture of experts, partial rotary, unknown families and RoPE types).
@@ -455,7 +458,7 @@ def _bare_block(heads: tuple[int, int, int], norm: Callable, qkv: Callable, qk_n
     """The formulas of Attention, MLP and Block once more, in one place and in the fewest operations.
 
     With one row every operation waits for the next, and nine module calls and their look-ups are as long as a dozen
-    operations: a step of one token of the 4-bit SmolLM2-135M takes 6.1 ms instead of 8.2.
+    operations: a step of one token of the 4-bit SmolLM2-135M takes 6.6 ms instead of 8.2.
     """
     H, G, D = heads
     qk, v = qkv(norm(x)).view(-1, H + 2 * G, D).split_with_sizes((H + G, G), -2)  # (N, H + G, D), (N, G, D)
@@ -481,7 +484,7 @@ class Llama(nn.Module):
         })
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rotary = Rotary(config)
-        self.bare: list[Callable] = []  # set by fuse_ on a CPU: each block's bare form, and the last norm's
+        self.bare_blocks: list[Callable] = []  # set by fuse_ on a CPU: each block's bare form, and the last norm's
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None, attend: Callable | None = None,
                 rows: torch.Tensor | None = None) -> torch.Tensor:
@@ -508,12 +511,12 @@ class Llama(nn.Module):
         x = self.model["embed_tokens"](tokens)  # (*, C)
         cos, sin = self.rotary(positions, x.dtype)  # (N, 1, D) or (T, 1, D)
         # subtle: while torch.export traces, even asking for the number of rows would fix it to this side of FEW_ROWS
-        if not torch.compiler.is_compiling() and self.bare and x.dim() == 2 and len(x) <= FEW_ROWS:
+        if not torch.compiler.is_compiling() and self._goes_bare(x):
             sign = x.new_tensor([[1.0], [-1.0]])
             x = x[:, None] * sign  # (N, 2, C)
-            for layer, block in enumerate(self.bare[:-1]):
+            for layer, block in enumerate(self.bare_blocks[:-1]):
                 x = block(x, sign, cos, sin, partial(attend, layer))
-            return self.bare[-1](x if rows is None else x[rows])
+            return self.bare_blocks[-1](x if rows is None else x[rows])
         for layer, block in enumerate(self.model["layers"]):
             x = block(x, cos, sin, partial(attend, layer))
         if rows is not None:
@@ -586,12 +589,14 @@ class Llama(nn.Module):
     def fuse_(self, pack: bool = True) -> Llama:
         """Join q/k/v and gate/up into one matrix each: seven matmuls a layer become four. In place, returns self.
 
-        On a CPU, few rows then go past the modules, see Block.bare.
+        On a CPU, few rows then go past the modules, whose hooks they do not meet (see Block.bare), until the model is
+        moved or given other weights.
 
         pack: also bring bfloat16 weights, and an 8-bit head, into the order in which oneDNN reads them on a CPU (see
         Linear.pack_), which torch.export cannot look into. A tied head then has a copy of its own.
-        The last call before running: parameter names are no longer Hugging Face's afterwards. The old matrices are
-        let go layer by layer, so that memory rises by one layer only. Packed matrices of unlike layouts stay apart.
+        The last call before running: parameter names are no longer Hugging Face's afterwards, and in oneDNN's order
+        weights can be neither copied nor saved. The old matrices are let go layer by layer, so that memory rises by one
+        layer only. Packed matrices of unlike layouts stay apart.
         """
         for block in self.model["layers"]:
             a, m = block.self_attn, block.mlp
@@ -609,8 +614,19 @@ class Llama(nn.Module):
                 x.pack_()
         norm = self.model["norm"]
         if norm.weight.device.type == "cpu":
-            self.bare = [*(block.bare() for block in self.model["layers"]), norm.bare()]
+            self.bare_blocks = [*(block.bare() for block in self.model["layers"]), norm.bare()]
         return self
+
+    def _goes_bare(self, x: torch.Tensor) -> bool:
+        return bool(self.bare_blocks) and x.dim() == 2 and len(x) <= FEW_ROWS and not x.requires_grad
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> Llama:  # to(), cuda(), ...: new tensors
+        self.bare_blocks = []
+        return super()._apply(fn, recurse)
+
+    def load_state_dict(self, *args, **kwargs):
+        self.bare_blocks = []
+        return super().load_state_dict(*args, **kwargs)
 
 
 def _join(*linears: nn.Module) -> nn.Module | None:

@@ -343,7 +343,7 @@ def fast(weight: Mapping, device: str | torch.device = "cpu") -> bool:
 
 
 def _plan(weight: Mapping, device: str) -> tuple[str, int]:
-    """("int4", "triton" or "dense", group size)."""
+    """("int4", "triton" or "dense", group size). QuantLinear.pack_ may make an "int4" a "bfloat16"."""
     (N, K), G = weight["codes"].shape, weight["scales"].shape[1]
     g_idx = weight["g_idx"]
     if weight["codes"].dtype == torch.float8_e4m3fn or K % G:
@@ -380,8 +380,7 @@ class QuantLinear(nn.Module):
         self.bits, self.groups = weight["bits"], weight["scales"].shape[1]
         self.kind, self.group = _plan(weight, weight["codes"].device.type)
         self.expand_rows = sys.maxsize  # of so many rows on, see pack_
-        self.expanded: torch.Tensor | None
-        self.register_buffer("expanded", None)
+        self.expanded: torch.Tensor | None = None  # no buffer: it can be made again, and neither copied nor saved
         u, scales, mins = _unsigned(weight)
         g_idx, order = weight["g_idx"], None
         if g_idx is not None and self.kind != "dense":  # act-order: bring the columns of a group together, and x's too
@@ -411,7 +410,7 @@ class QuantLinear(nn.Module):
             y = x.float() if x.dtype == torch.float64 else x
             y = quant_matmul(y, self.packed, self.scales, self.mins, 4 if self.nibbles else 8, self.group)
             return y.to(x.dtype)
-        expand = x.shape[0] >= self.expand_rows
+        expand = x.shape[0] >= self.expand_rows and (self.kind == "bfloat16" or x.dtype == torch.bfloat16)
         many = self.kind == "int4" and not expand and x.shape[0] >= MANY_ROWS[4 if self.bits <= 4 else 8]
         if self.kind == "dense" or (many and self._block()):
             return x @ self._dense(x.dtype)
@@ -454,6 +453,9 @@ class QuantLinear(nn.Module):
                 self.register_buffer("scales", None)
                 self.register_buffer("packed", None)
         return self
+
+    def __getstate__(self) -> dict:  # of copy and pickle
+        return self.__dict__ if self.kind == "bfloat16" else {**self.__dict__, "expanded": None}
 
     def _expand(self) -> torch.Tensor:
         dense = torch.empty(self.out_features, self.in_features, dtype=torch.bfloat16)
@@ -500,6 +502,7 @@ class QuantLinear(nn.Module):
         joined = QuantLinear.__new__(QuantLinear)
         nn.Module.__init__(joined)
         joined.__dict__.update({k: v for k, v in first.__dict__.items() if not k.startswith("_")})
+        joined.expand_rows, joined.expanded = sys.maxsize, None
         joined.out_features = sum(x.out_features for x in layers)
         for name, part in first._buffers.items():
             rows = 1 if first.kind == "int4" and name.startswith("scales") else 0  # the dimension of N

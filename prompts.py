@@ -313,6 +313,7 @@ class Results:
         self.name = "-" if path is None else os.fspath(path)
         self.found, self.dropped = 0, 0
         self._last: dict = {}  # see _entry
+        self.changed = 0  # lines met by `done` whose record is of another question, other options or another model
         self._file, self._synced, self._regular = None, time.monotonic(), False
         if self.name == "-":
             if resume:
@@ -385,6 +386,7 @@ class Results:
         be tried again. Options that were put into the line before writing must be in it here, too."""
         asked = fingerprint(line)
         was, settled = self._last.get(_known_by(line.id, asked), (None, False))
+        self.changed += was not in (None, asked)
         return was == asked and (settled or line.error is not None)
 
     def write(self, record: dict) -> None:

@@ -842,6 +842,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if a.command is None:
             demo()
+            sys.stdout.flush()
             return 0
         bits = (8 if a.fp8 else 16) if a.weight_bits is None else a.weight_bits
         shape, chip = model(a.model, bits, a.kv_bits), _chip(a)
@@ -852,6 +853,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             least = decode_bytes(shape, 1, max(1, a.context)) / chip.memory
             n = next((n for n in (1, 2, 4) if least <= n), 8) if a.tp is None else a.tp
             print(picture(shape.on(n), chip.times(n), a.prompts, a.batches, a.context))
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader went away (| head)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -291,6 +291,31 @@ def test_one_row_reads_few_runs_where_they_lie(monkeypatch, pieces, window, dtyp
         assert bool(copies) == (dtype != torch.bfloat16 or seen < 9 or runs > 4)
 
 
+@pytest.mark.parametrize("offset", [0, 30, 200, -200])
+@pytest.mark.parametrize("n, runs", [(1, 1), (1, 2), (128, 1)])
+def test_high_scores_are_as_exact_as_low_ones(monkeypatch, n, runs, offset):
+    """Qwen2's keys share a large bias (transformers #33317, llama.cpp #7805): scores of 200, rounded to bfloat16, would
+    make every weight wrong by a quarter. Plain products, of one row and of a prompt's."""
+    monkeypatch.setattr(attention, "MANY_KEYS", 1000)
+    torch.manual_seed(0)
+    S, size, G, D = 1600, 16, 3, 64
+    q = torch.randn(n, 3 * G, D)
+    q[..., 0] = 8.0
+    pools = torch.full((2, G, 150, size, D), NAN, dtype=torch.bfloat16)
+    blocks = [*range(60), *range(60 + 5 * (runs - 1), 100 + 5 * (runs - 1))]
+    k, v = torch.randn(2, G, S, D)
+    k[..., 0] += offset
+    for pool_, x in zip(pools, (k, v)):
+        pool_[:, blocks] = x.bfloat16().view(G, 100, size, D)
+    arguments = dict(q=q.bfloat16(), k_cache=pools[0].movedim(0, 2), v_cache=pools[1].movedim(0, 2), scale=D ** -0.5,
+                     block_table=torch.tensor([blocks], dtype=torch.int32), kv_len=torch.tensor([S]),
+                     q_start=torch.tensor([0, n]), max_q=n)
+    exact = reference_attention(**{**arguments, "q": q.bfloat16().double(), "k_cache": arguments["k_cache"].double(),
+                                   "v_cache": arguments["v_cache"].double()})
+    off = (paged_attention(**arguments).double() - exact).norm() / exact.norm()
+    assert off < 0.01, off  # 0.04 and more with scores as they are, from 30 on
+
+
 def test_every_code_of_fp8_is_read_exactly():
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[codes & 127 != 127].view(torch.float8_e4m3fn)  # NaN, which no finite scale comes with

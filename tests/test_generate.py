@@ -591,6 +591,9 @@ def test_answers_that_keep_to_a_form(capsys, folder, tmp_path):
     flags = ["--model", folder, "--dtype", "float64", "--quiet"]
     code, text, _ = run(capsys, "hello", "--regex", "(ab|ba){3}c", *flags)
     assert code == 0 and re.fullmatch("(ab|ba){3}c\n", text)
+    code, text, err = run(capsys, "hello", "--regex", "a{50}", "--max-tokens", "3", *flags[:-1])
+    assert code == 0 and "note: the answer was cut before it had the form" in err
+    assert "was cut" not in run(capsys, "hello", "--regex", "a{2}", *flags[:-1])[2]
     code, text, _ = run(capsys, "hello", "--json-schema", str(schema), "--json", *flags)
     assert code == 0 and json.loads(json.loads(text)["text"]) in ("yes", 12)
     for wrong, mentions in ((["--regex", "("], "regex cannot be followed"), (["--regex", "a" * 5_000], "may be 4,096")):
@@ -637,6 +640,7 @@ def test_a_file_of_prompts_is_resumed(capsys, monkeypatch, folder, tmp_path):
     again = records(out)
     assert {i: r["samples"] for i, r in again.items()} == {i: r["samples"] for i, r in first.items()}
     code, _, err = run(capsys, *flags, "--resume", "--max-tokens", "5")
+    assert "3 had answers to other prompts, options or models, and were asked anew" in err
     assert "were answered before" not in err and [len(r["samples"][0]["ids"]) for r in records(out).values()] == [5] * 3
 
 

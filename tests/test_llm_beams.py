@@ -431,7 +431,7 @@ def test_the_command_line(capsys, folder, llm):
     assert code == 0 and out == wanted.text + "\n" and f"score {wanted.scores[0]:.4f}" in err and "found after" in err
     assert "note:" not in err
     code, out, err = run(capsys, *flags, "--n", "2", "--seed", "1", "--top-k", "200")
-    assert code == 0 and out.startswith("[1] ") and "\n\n[2] " in out and "1 more answers" in err
+    assert code == 0 and out.startswith("[1] ") and "\n\n[2] " in out and "1 more answer |" in err
     assert err.count("note:") == 1 and "--seed changes nothing with --beams" in err
     code, out, err = run(capsys, *flags, "--n", "2", "--json", "--quiet", "--logprobs", "0")
     result = json.loads(out)

@@ -450,7 +450,7 @@ def test_bare_blocks_compute_what_the_modules_do(name):
             heads.append((layer, q, k, v))
             return causal_attention(layer, q, k, v)
 
-        model.bare = []
+        model.bare_blocks = []
         want = [model(ids, positions, attend), model(ids, positions, attend, rows)]
         model.fuse_()
         seen = {"modules": 0}
@@ -467,8 +467,23 @@ def test_bare_blocks_compute_what_the_modules_do(name):
     before = model(ids)
     for p in twin.parameters():
         p.data.zero_()
-    twin.bare = twin.fuse_().bare
-    assert torch.equal(model(ids), before) and not twin(ids).any()
+    assert not twin.fuse_()(ids).any()
+    assert torch.equal(model(ids), before)
+
+
+def test_bare_blocks_end_with_the_weights_that_they_hold():
+    """Other weights, another type, gradients: the modules compute then, and fuse_ brings bare blocks back."""
+    model, other = (random_model(CONFIGS["llama_gqa"], seed).fuse_() for seed in range(2))
+    ids = torch.arange(3)
+    want = other(ids)
+    assert worst(model(ids), want) > 1e-3 and model.bare_blocks
+    model.load_state_dict(other.state_dict())
+    assert not model.bare_blocks and worst(model(ids), want) < 1e-12
+    assert model.fuse_().bare_blocks and worst(model(ids), want) < 1e-12
+    assert (model.float()(ids).double() - want).abs().max() < 1e-3 and not model.bare_blocks
+    model.double().fuse_().requires_grad_(True)
+    model(ids).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 def test_a_model_built_on_meta_can_be_given_memory_and_weights():
@@ -852,7 +867,7 @@ def test_packed_weights_become_the_layers_they_are_given_to(family, tied, which)
     assert torch.allclose(model(ids), want, atol=1e-12)
     assert torch.allclose(model.fuse_()(ids), want, atol=1e-12)
     bare = model(ids[0], torch.arange(4), causal_attention)  # what is not joined is put side by side
-    assert model.bare and torch.allclose(bare, want[0], atol=1e-12)
+    assert model.bare_blocks and torch.allclose(bare, want[0], atol=1e-12)
     block = model.model["layers"][0]
     assert (block.self_attn.qkv_proj is None) == (which == "v") and (block.mlp.gate_up_proj is None) == (which == "up")
     assert isinstance(model.model["embed_tokens"], Packed.QuantEmbedding) == (which == "all")

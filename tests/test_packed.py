@@ -1,6 +1,7 @@
 """packed.py against the definition in its docstring, computed entry by entry in float64."""
 import copy
 import os
+import pickle
 import platform
 import subprocess
 import sys
@@ -280,11 +281,17 @@ def test_eight_bits_are_kept_expanded_for_more_rows(kind):
     layer, whole, W = QuantLinear(w).pack_(), QuantLinear(w).pack_(1), definition(w)
     assert whole.packed is None and whole.expanded is not None and layer.expanded is None
     for rows in (0, 1, 4, 5, 16, 200):
-        for dtype in (torch.bfloat16, torch.float32):
+        for dtype in (torch.float32, torch.bfloat16):
             x = torch.randn(rows, 64).to(dtype)
             assert close(layer(x), x, W, torch.bfloat16) and close(whole(x), x, W, torch.bfloat16)
-            assert (layer.expanded is not None) == (rows >= packed.EXPAND_ROWS)
-            assert rows < packed.EXPAND_ROWS or torch.equal(layer(x), whole(x))
+        assert (layer.expanded is not None) == (rows >= packed.EXPAND_ROWS)
+        assert rows < packed.EXPAND_ROWS or torch.equal(layer(x), whole(x))
+    wide = torch.randn(packed.MANY_ROWS[8], 64)
+    assert torch.equal(layer(wide), QuantLinear(w)(wide)), "float32 is rounded for few rows only, as without pack_"
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert twin.expanded is None and torch.equal(twin(x), layer(x)) and "expanded" not in twin.state_dict()
+    joined = QuantLinear.join([layer, layer])
+    assert joined.expanded is None and close(joined(x), x, torch.cat((W, W)), torch.bfloat16)
     four = QuantLinear(random_weight(64, 64, 2, 4)).pack_(1)
     four(torch.randn(8, 64))
     assert four.expanded is None and four.packed is not None

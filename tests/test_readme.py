@@ -27,7 +27,8 @@ FILES = sorted(p.name for p in ROOT.glob("*.py"))
 CI = "run by .ci/run, in an environment that it makes for this"
 MEASURED = "measured once; its figures are compared with the JSON that it left in benchmarks/"
 COVERED = {
-    "python3 -m venv": CI, "uv pip": "installing, as above", "python -m pytest": CI,
+    "python3 -m venv": CI, ". .venv/bin/activate": "the commands run in an environment that is active",
+    "uv pip": "installing, as above", "python -m pytest": CI,
     **{f"python bench.py {name}": MEASURED for name in ("latency", "serve", "speculate", "quantize", "attention",
                                                         "prefix", "perplexity", "parallel")},
     "python bench.py readme": "test_running_it_changes_nothing",

@@ -660,6 +660,15 @@ def test_the_plan_command():
         assert part in result.stdout, part
 
 
+def test_a_reader_that_goes_away_is_no_error():
+    for arguments in ((), ("plan", "--rps", "1", "--in", "5", "--out", "1")):
+        command = subprocess.Popen([sys.executable, "-I", "-S", str(ROOT / "roofline.py"), *arguments],
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        command.stdout.close()
+        assert (command.wait(60), command.stderr.read()) == (0, b"")
+        command.stderr.close()
+
+
 def test_the_demo_and_the_drawing():
     demo, drawing = run(), run("draw", "--model", "qwen2.5-1.5b", "--gpu", "RTX 4090", "--batches", "1", "32")
     assert demo.returncode == drawing.returncode == 0 and "best k" in demo.stdout
