@@ -318,8 +318,12 @@ class _Routed(_Job):
             if line.error is not None:
                 self._finish(prompts.head(line), line.error)
             else:
-                messages = isinstance(line.prompt, list) and isinstance(line.prompt[0], dict)
-                yield json.dumps(line.prompt) if messages else line.prompt, (now, line)
+                prompt, system = line.prompt, line.options.get("system")
+                if isinstance(prompt, str):
+                    prompt = f"{system}\n{prompt}" if system else prompt
+                elif isinstance(prompt[0], dict):
+                    prompt = json.dumps(prompt)
+                yield prompt, (now, line)  # what its text will begin with is what it is routed by
 
 
 # ------------------------------------------------------------------ what generate.py tells in the same words

@@ -233,7 +233,7 @@ def ready(path: str | None, *, dtype: str, device: str, context: int | None, rep
     mine, tensors = config, source.tensors
     if group is not None:
         flags = [str(dtype), keep, kv_dtype, kv_memory, context, max_batch, graphs, repack, quantize, device.type]
-        mine, tensors = _share(source, config, group, flags)
+        mine, tensors = _share(source, config, path, group, flags)
     weights = Weights(tensors, keep, int(repack[3:]) if repack else None, dtype, device,
                       int(quantize[3:]) if quantize else None)
     model = Llama.from_tensors(mine, weights, dtype, device, packed)
@@ -250,17 +250,11 @@ def ready(path: str | None, *, dtype: str, device: str, context: int | None, rep
                  f"{name}: {_about(source, weights, model, group)}", checkpoint.identify(path))
 
 
-def _first(weight: torch.Tensor | Mapping) -> list[float]:
-    """The first numbers, or codes, of a weight: enough to tell two models of one shape apart."""
-    weight = weight["codes"] if isinstance(weight, Mapping) else weight
-    return weight.flatten()[:64].double().tolist()
-
-
-def _share(source: Source, config: Config, group: ranks.Group, flags: list) -> tuple[Config, parallel.Shards]:
+def _share(source: Source, config: Config, path: str, group: ranks.Group,
+           flags: list) -> tuple[Config, parallel.Shards]:
     """This rank's smaller config and its slices, if all ranks are about to load the same model in the same way."""
-    mine, names = parallel.shard_config(config, group.rank, group.size), sorted(source.tensors)
-    some = {name: _first(source.tensors[name]) for name in names}
-    group.check(the_config=source.config, the_weights=some, the_flags=flags)
+    mine = parallel.shard_config(config, group.rank, group.size)
+    group.check(the_config=source.config, the_weights=checkpoint.identify(path), the_flags=flags)
     return mine, parallel.Shards(source.tensors, config, group.rank, group.size)
 
 

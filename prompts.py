@@ -138,13 +138,22 @@ def read_prompts(path: str | os.PathLike) -> Iterator[Line]:
     """
     name = os.fspath(path)
     if name == "-":
-        return _requests(sys.stdin.buffer, False)
+        return _requests(_standard_input(), False)
     try:
         file = open(name, "rb")  # noqa: SIM115  the iterator closes it
     except OSError as error:
         raise ValueError(f"{name} cannot be read: {error.strerror}; give a file of prompts, or - for standard "
                          "input") from None
     return _requests(file, os.fsdecode(name).lower().endswith(".jsonl"))
+
+
+def _standard_input() -> BinaryIO:
+    """subtle: not the buffer of sys.stdin. A thread that waits for its next line holds its lock, and Python, which
+    wants it when the program ends, would abort."""
+    try:
+        return open(sys.stdin.fileno(), "rb", closefd=False)
+    except (OSError, ValueError):  # no file of the system's: a notebook, a test
+        return sys.stdin.buffer
 
 
 def _requests(file: BinaryIO, jsonl: bool) -> Iterator[Line]:

@@ -62,7 +62,7 @@ class RankLost(SystemExit):
 
 def launched() -> bool:
     """Whether torchrun, or something like it, has started several of us."""
-    return os.environ.get("WORLD_SIZE", "1") not in ("", "1") and "RANK" in os.environ and "MASTER_ADDR" in os.environ
+    return os.environ.get("WORLD_SIZE", "1") not in ("", "1") and "RANK" in os.environ
 
 
 def join(wait_s: float | None = None) -> Group:
@@ -83,7 +83,8 @@ def join(wait_s: float | None = None) -> Group:
         raise ValueError(f"rank {rank} has found no rank 0 at {host}:{port} within {wait_s:g} s; start it, or wait "
                          f"longer for slow machines: JOIN_SECONDS={5 * wait_s:.0f}" if rank or agent else
                          f"rank 0 cannot be found at port {port} ({_reason(error)}); set another MASTER_PORT") from None
-    store = dist.PrefixStore("ranks", store)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # of --max-restarts, in the same store
+    store = dist.PrefixStore(f"ranks {attempt}", store)
     try:
         why = _meet(store, rank, size, wait_s)
         if why is None:
@@ -206,15 +207,18 @@ class Group:
 
     def check(self, **facts) -> None:
         """ValueError, on every rank, unless all ranks say the same of each of these facts (anything that is JSON).
-        SystemExit on the others if rank 0 has ended before it came here."""
+        SystemExit on the others if rank 0 has ended before it came here, RankLost if a rank dies here."""
         digests = [hashlib.sha256(json.dumps(x, sort_keys=True, default=str).encode()).digest() for x in facts.values()]
         mine = torch.tensor([int.from_bytes(d[:7], "little") for d in digests])
-        if self.rank == 0:
-            self.announce(CHECK)
-        elif self.listen()[0] == STOP:
-            sys.exit(0)
         said = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(said, mine, group=self.plans)
+        try:
+            if self.rank == 0:
+                self.announce(CHECK)
+            elif self.listen()[0] == STOP:
+                sys.exit(0)
+            dist.all_gather(said, mine, group=self.plans)
+        except RuntimeError as error:
+            raise lost(self, error) from error
         for i, name in enumerate(facts):
             others = [str(r) for r, theirs in enumerate(said) if theirs[i] != said[0][i]]
             if others:

@@ -656,6 +656,19 @@ def test_another_models_answers_are_not_taken_for_ours(capsys, tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+@pytest.mark.parametrize("replicas", ["1", "2"])
+def test_the_end_does_not_wait_for_standard_input(folder, replicas):
+    """An error while somebody still may type: the thread that reads on must not abort the interpreter."""
+    command = [sys.executable, str(ROOT / "generate.py"), "--model", folder, "--max-tokens", "2", "--prompts", "-",
+               "--out", "/dev/full", "--replicas", replicas]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
+        job.stdin.write(b"hi\n")
+        job.stdin.flush()
+        code, said = job.wait(120), job.stderr.read().decode()
+    assert code == 2 and "/dev/full cannot be written" in said and "Fatal" not in said
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 def test_answers_that_cannot_be_written_end_the_job(capsys, folder, tmp_path):
     asked = tmp_path / "asked.txt"
     asked.write_text("one\ntwo\n")
