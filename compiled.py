@@ -212,10 +212,12 @@ class Compiled:
                          "takes a minute or two")
                 compile_step(step, cache.pool, path)
             self.functions[alone] = load_step(step, path)
-            off = self._off(step, self.functions[alone])
-            if not off < 0.5:  # a tenth is rounding: bfloat16, made-up keys, 30 layers. Wrong weights give 1 or more
+            # A hundredth is rounding: bfloat16, 30 layers. Keys that are made up can make a half of that, one time in
+            # some hundred, so there are three tries. Wrong weights give 1 or more each time.
+            off = [self._off(step, self.functions[alone]) for _ in range(3)]
+            if not any(x < 0.5 for x in off):
                 os.remove(path)
-                raise RuntimeError(f"the compiled decode step differs from the model by {off:.2%} and was removed: "
+                raise RuntimeError(f"the compiled decode step differs from the model by {off[0]:.2%} and was removed: "
                                    f"{path}")
 
     @torch.inference_mode()
