@@ -234,9 +234,11 @@ if multiprocessing.current_process().name != "MainProcess":
 def work(*_):
     pass
 """, "starts.py": """
+import signal
 import slow
 from replicas import Replicas, Router
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started without it
     with Replicas(2, slow.work, [], Router(2), ahead=1) as pool:
         try:
             pool.start()
@@ -261,7 +263,7 @@ def test_ctrl_c_while_replicas_start_says_nothing(tmp_path):
                     assert blocked & 1 << (signal.SIGINT - 1)
         finally:
             os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate()
+        out, err = process.communicate(timeout=120)
     assert (out, err) == ("interrupted\n", "") and process.returncode == 0
 
 
