@@ -40,10 +40,10 @@ import export
 import flash
 import generate
 import kvcache
+import ranks
 import roofline
 import traffic
-from benchmarks import parallel as ranks
-from benchmarks import quality, readme, serve, speculate
+from benchmarks import parallel, quality, readme, serve, speculate
 from benchmarks.engines import LlamaCpp, Ours, Transformers
 
 # ------------------------------------------------------------------ the card
@@ -464,14 +464,14 @@ def several_ranks(args: argparse.Namespace) -> dict:
     """Steps of one model on 1, 2, .. processes of this machine: what they exchange and where the time goes."""
     argv = ["--dtype", args.dtype[0], "--threads", str(args.threads), "--prompt", str(args.prompt), "--rounds",
             str(args.rounds), "--batches", *map(str, args.batches), *(["--model", args.model] if args.model else [])]
-    found = {n: ranks.launch(n, argv) for n in args.ranks}
+    found = {n: parallel.launch(n, argv) for n in args.ranks}
     one = found.get(1, {"steps": {}})["steps"]
     for n, run in found.items():
         print(f"\n{n} rank{'s' * (n > 1)} of {args.threads} thread{'s' * (args.threads > 1)}, {run['kind']}, with "
               f"weights of {run['weights'] / 1e6:.1f} MB on rank 0: ms a step\n")
         rows, moved = {}, {}
         for name, x in run["steps"].items():
-            spent = {kind: x.get(f"{kind} seconds", 0.0) for kind in ranks.KINDS}
+            spent = {kind: x.get(f"{kind} seconds", 0.0) for kind in parallel.KINDS}
             rows[name] = {"step": 1e3 * x["seconds"], **{kind: 1e3 * s for kind, s in spent.items()},
                           "computing": 1e3 * (x["seconds"] - sum(spent.values()))}
             if name in one:
@@ -589,6 +589,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     try:
+        if ranks.launched():
+            raise ValueError("a measurement is one process's, and `parallel` starts its own; leave out torchrun")
         if args.command == "readme":
             print("\n".join(readme.write()) or "nothing has changed")
             return 0

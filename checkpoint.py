@@ -431,8 +431,8 @@ def identify(path: str | os.PathLike) -> str:
         with open(file, "rb") as f:
             size = os.fstat(f.fileno()).st_size
             digest.update(size.to_bytes(8, "little"))
-            for i in range(PIECES):
-                f.seek(max(0, size - PIECE) * i // (PIECES - 1))
+            for at in sorted({max(0, size - PIECE) * i // (PIECES - 1) for i in range(PIECES)}):
+                f.seek(at)
                 digest.update(f.read(PIECE))
     return digest.hexdigest()[:16]
 

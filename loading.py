@@ -228,12 +228,12 @@ def ready(path: str | None, *, dtype: str, device: str, context: int | None, rep
         torch.cuda.set_device(device)  # kernels, and NCCL, take the current one
     keep = dtype == "auto"
     dtype = DTYPES[dtype] if not keep else torch.bfloat16 if _native_bfloat16(device) else torch.float32
-    source = read(path, dtype, keep)
+    source, fingerprint = read(path, dtype, keep), checkpoint.identify(path)
     config = Config.from_dict(source.config)
     mine, tensors = config, source.tensors
     if group is not None:
         flags = [str(dtype), keep, kv_dtype, kv_memory, context, max_batch, graphs, repack, quantize, device.type]
-        mine, tensors = _share(source, config, path, group, flags)
+        mine, tensors = _share(source, config, fingerprint, group, flags)
     weights = Weights(tensors, keep, int(repack[3:]) if repack else None, dtype, device,
                       int(quantize[3:]) if quantize else None)
     model = Llama.from_tensors(mine, weights, dtype, device, packed)
@@ -247,14 +247,14 @@ def ready(path: str | None, *, dtype: str, device: str, context: int | None, rep
     kv = dtype if kv_dtype == "auto" else kv_dtype
     cache = _cache(mine, kv, kv_memory, context, max_batch, device, deterministic)
     return Ready(model, cache, source.tokenizer, name, ends, source.generation,
-                 f"{name}: {_about(source, weights, model, group)}", checkpoint.identify(path))
+                 f"{name}: {_about(source, weights, model, group)}", fingerprint)
 
 
-def _share(source: Source, config: Config, path: str, group: ranks.Group,
+def _share(source: Source, config: Config, fingerprint: str, group: ranks.Group,
            flags: list) -> tuple[Config, parallel.Shards]:
     """This rank's smaller config and its slices, if all ranks are about to load the same model in the same way."""
     mine = parallel.shard_config(config, group.rank, group.size)
-    group.check(the_config=source.config, the_weights=checkpoint.identify(path), the_flags=flags)
+    group.check(the_config=source.config, the_weights=fingerprint, the_flags=flags)
     return mine, parallel.Shards(source.tensors, config, group.rank, group.size)
 
 

@@ -15,8 +15,8 @@ drafts to verify: the model cannot tell), and the head, a fifth of a small model
 On a CPU, where few rows are all overhead, `fuse_` adds a second form of the same block (Block.bare, at the end of it):
 leave that, and all that says oneDNN, for a second reading.
 
-One code path covers Llama 2 / 3 / 3.1 / 3.2, SmolLM2, TinyLlama, Mistral, Qwen2 / 2.5 and Qwen3: what differs is a
-line of the table FAMILIES and the frequencies of the rotary embedding. What is not implemented is refused by name
+One set of formulas covers Llama 2 / 3 / 3.1 / 3.2, SmolLM2, TinyLlama, Mistral, Qwen2 / 2.5 and Qwen3: what differs is
+a line of the table FAMILIES and the frequencies of the rotary embedding. What is not implemented is refused by name
 (mixture of experts, partial rotary, unknown families and RoPE types).
 
 Papers: RMSNorm (Zhang and Sennrich 2019), rotary embedding (Su et al. 2021), SwiGLU (Shazeer 2020), grouped-query
@@ -618,7 +618,8 @@ class Llama(nn.Module):
         return self
 
     def _goes_bare(self, x: torch.Tensor) -> bool:
-        return bool(self.bare_blocks) and x.dim() == 2 and len(x) <= FEW_ROWS and not x.requires_grad
+        trained = torch.is_grad_enabled() and self.model["norm"].weight.requires_grad  # bare norms know no gradient
+        return bool(self.bare_blocks) and x.dim() == 2 and len(x) <= FEW_ROWS and not trained
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Llama:  # to(), cuda(), ...: new tensors
         self.bare_blocks = []

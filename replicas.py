@@ -33,6 +33,7 @@ from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+GRACE_S = 5.0  # so long a process that is told to end may take
 POLL_S = 0.02  # how often to ask for items that are slow to come
 
 # ------------------------------------------------------------------ who gets which
@@ -110,6 +111,9 @@ class Replicas:
     def __exit__(self, *_) -> None:
         for process in self.processes:
             process.terminate()
+        for process in self.processes:
+            process.join(GRACE_S)
+            process.kill()  # one that is stopped, say; of one that has ended nothing comes
             process.join()
 
     def start(self, first_alone: bool = False) -> list[Any]:

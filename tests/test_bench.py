@@ -518,7 +518,7 @@ def test_ranks_are_told_beside_one(capsys, folder, monkeypatch):
                       "gather formula": 541, "plan bytes": 77})
         return run_
 
-    monkeypatch.setattr(bench.ranks, "launch", launch)
+    monkeypatch.setattr(bench.parallel, "launch", launch)
     threads = torch.get_num_threads()
     code, out, result = run(capsys, "parallel", "--model", folder, "--dtype", "float32", "--ranks", "1", "2",
                             "--threads", str(threads), "--batches", "1", "3", "--prompt", "8", "--rounds", "1")
@@ -558,3 +558,11 @@ def test_prompts_of_speculation_are_of_the_kinds_that_are_asked_for():
     assert len(copies) >= 3 <= len(prose) and speculate.prompts([]) == []
     assert all(item["prompt"].strip() and item["task"] for item in [*copies, *prose])
     assert len(speculate.prompts(["prose", "copy"])) == len(copies) + len(prose)
+
+
+def test_under_torchrun_nothing_is_measured_or_written(monkeypatch, capsys):
+    """All ranks would write the same files."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(bench.readme, "write", lambda: pytest.fail("it was written"))
+    assert bench.main(["readme"]) == 2 and "leave out torchrun" in capsys.readouterr().err

@@ -256,7 +256,7 @@ def test_they_take_turns():
 @pytest.mark.parametrize("window", [None, 40])
 def test_attention_alone(dtype, window, monkeypatch):
     """The bits of a sequence's rows, whoever is in the step and wherever the blocks lie; and they are right."""
-    monkeypatch.setattr("attention.MANY_KEYS", 1000)  # of the 1,100 that come: otherwise they lie in a run, or not
+    monkeypatch.setattr("attention.MANY_KEYS", 1000)  # so that 1,100 in one run, and scattered ones, go different ways
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
     H, G, D, size, n_blocks = 6, 3, 16, 16, 400
     q_dtype = torch.float32 if dtype == torch.int8 else dtype

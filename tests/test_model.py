@@ -484,6 +484,10 @@ def test_bare_blocks_end_with_the_weights_that_they_hold():
     model.double().fuse_().requires_grad_(True)
     model(ids).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+    model.zero_grad()
+    model.model["embed_tokens"].weight.requires_grad_(False)
+    model(ids).sum().backward()
+    assert model.model["norm"].weight.grad is not None, "norms are trained behind an embedding that is not"
 
 
 def test_a_model_built_on_meta_can_be_given_memory_and_weights():

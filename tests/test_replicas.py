@@ -267,6 +267,20 @@ def test_ctrl_c_while_replicas_start_says_nothing(tmp_path):
     assert (out, err) == ("interrupted\n", "") and process.returncode == 0
 
 
+def say_first(replica, items, send):
+    send(replica)
+    list(items)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="there are no such signals here")
+def test_a_stopped_replica_does_not_hold_up_the_end(monkeypatch):
+    monkeypatch.setattr("replicas.GRACE_S", 0.1)
+    with Replicas(2, say_first, [], Router(2), ahead=1) as pool:
+        assert len(pool.start()) == 2
+        os.kill(pool.processes[0].pid, signal.SIGSTOP)
+    assert not any(process.is_alive() for process in pool.processes)
+
+
 # ------------------------------------------------------------------ --replicas
 
 
