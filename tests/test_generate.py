@@ -15,6 +15,7 @@ import torch
 from tiny import tiny_folder
 
 import generate
+import prompts
 
 ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture(scope="module")
@@ -644,6 +645,26 @@ def test_a_file_of_prompts_is_resumed(capsys, monkeypatch, folder, tmp_path):
     assert "were answered before" not in err and [len(r["samples"][0]["ids"]) for r in records(out).values()] == [5] * 3
 
 
+@pytest.mark.parametrize("replicas", ["1", "2"])
+def test_a_file_that_cannot_be_read_to_its_end(capsys, monkeypatch, folder, tmp_path, replicas):
+    """The thread that reads ahead hands on its error, in one line; what was answered before stays."""
+    asked, out = tmp_path / "asked.txt", tmp_path / "answers.jsonl"
+    asked.write_text("one\n")
+    read = prompts.read_prompts
+
+    def torn(path):
+        yield from read(path)
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(prompts, "read_prompts", torn)
+    code, _, err = run(capsys, "--model", folder, "--max-tokens", "2", "--prompts", str(asked), "--out", str(out),
+                       "--replicas", replicas, "--quiet")
+    assert code == 2 and err == "error: the disk is gone\n" and out.exists()
+    monkeypatch.undo()
+    assert run(capsys, "--model", folder, "--max-tokens", "2", "--prompts", str(asked), "--out", str(out), "--resume",
+               "--quiet")[0] == 0 and list(records(out)) == [1]
+
+
 def test_another_models_answers_are_not_taken_for_ours(capsys, tmp_path):
     """Two folders of one name: what was asked is the same, who answers is not."""
     asked, out = tmp_path / "asked.txt", tmp_path / "answers.jsonl"
@@ -902,6 +923,10 @@ def test_the_pool_is_sized_by_memory(tmp_path):
     for wrong in ({"kv_memory": 0}, {"kv_memory": float("nan")}, {"kv_dtype": "int4"}):
         with pytest.raises(ValueError, match=r"KV cache of|kv_dtype 'int4'"):
             generate.load(folder, **wrong)
+    with pytest.raises(ValueError, match="dtype 'float8' is unknown; known are auto, float32"):
+        generate.load(folder, dtype="float8")
+    with pytest.raises(ValueError, match="compiled decode steps are for one process on a CPU"):
+        generate.load(folder, compile=1, kv_dtype="int8")
     roomy = generate.load(folder, dtype="float32", max_batch=4)
     assert roomy.context == 4096 and roomy.cache.n_blocks == 4 * 256, "as many contexts as can be in use at once"
 

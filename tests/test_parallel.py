@@ -477,6 +477,24 @@ def test_ranks_with_other_weights_of_the_same_shape_are_told_so(folder, tmp_path
     ends(results, "error: ranks 1, 2 of 3 and rank 0 differ in the weights")
 
 
+def checks_or_dies(group, victim: int) -> str:
+    if group.rank == victim:
+        os._exit(9)
+    try:
+        group.check(a_fact=1)
+    except ranks.RankLost as lost:
+        return str(lost)
+    return "they agreed with a dead one"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_before_they_have_compared_what_they_hold(victim):
+    results = finish(start(3, checks_or_dies, victim))
+    assert results.pop(victim) is None
+    for said in results:
+        assert "another of the 3 ranks has ended; start all of them again" in said and "gloo" not in said
+
+
 def test_one_other_matrix_behind_the_same_norms_is_noticed(folder, tmp_path):
     """As a fine-tune with frozen norms leaves it, or a copy that was cut short: all matrices begin alike."""
     file = shutil.copytree(folder, tmp_path / "other") / "model.safetensors"
